@@ -10,13 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from straggle.schema import Metric, number
+from straggle.schema import Metric, described, number
 
 Phase = Literal["outside", "optimizer", "data", "forward", "backward"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 Cause = Literal["outside", "optimizer", "data", "forward", "backward", "error", "skipped", "members"]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
-_RATE = Metric("gauge", "link_bytes_per_second", "Bytes a second that this rank can send and receive, measured last.")
+_RATE = Metric(
+    "gauge",
+    "link_bytes_per_second",
+    "Bytes a second that this rank can send (up) and receive (down), measured last; NaN: not measured.",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +33,9 @@ class RankNumbers:
     """
 
     compute_s: float = field(
-        metadata=number("seconds from entering `step()` to the end of its own work; NaN (null): it never entered")
+        metadata=number(
+            "seconds from entering `step()` to the end of its own work; NaN (null): it never entered", stable=True
+        )
     )
     overrun_s: float = field(
         default=0.0,
@@ -41,8 +47,8 @@ class RankNumbers:
             "seconds that it waited for the other ranks of its replica, if a model is sharded over several"
         ),
     )
-    late: bool = field(default=False, metadata=number("was it late"))
-    stood_in: bool = field(default=False, metadata=number("did the stand-in submit its gradients"))
+    late: bool = field(default=False, metadata=number("was it late", stable=True))
+    stood_in: bool = field(default=False, metadata=number("did the stand-in submit its gradients", stable=True))
     idle: bool = field(default=False, metadata=number("it had no more data (`model.join`), or found its pool empty"))
     absent: bool = field(
         default=False, metadata=number("it was no member of the job: it was not late, and dropped nothing")
@@ -67,7 +73,7 @@ class RankNumbers:
             Metric(
                 "counter",
                 "micro_batches",
-                "Micro-batches that this rank drew from the pools of its steps and computed.",
+                "Micro-batches that this rank drew from the pools of its steps and computed; 0 if ranks do not draw.",
             ),
         ),
     )
@@ -97,18 +103,12 @@ class RankNumbers:
 class RankReport(RankNumbers):
     """One rank's part in one step: its `RankNumbers`, and numbers that follow from the rows of all ranks.
 
-    ``outside_s`` is time between two ``step()`` blocks that was spent neither on data nor in the optimizer's step
-    (``optimizer_s``): clipping, evaluation, checkpoints. ``data_s`` runs from the end of the optimizer's step to the
-    first forward pass. ``stages`` holds the share of each stage that the rank computed, and ``reach`` the share of the
-    full model: 0.5 means that half of the gradient elements came from this rank's own backward pass. ``stage_s``: when
-    each stage was complete, in seconds from entering ``step()`` (NaN if it never was). ``cause``: what a late rank was
-    doing. A rank that was not late but whose gradients are missing also has a ``cause``: "error" if a backward pass
-    ended in an error that the loop caught, "skipped" if the block was left without a backward pass, "members" if a
-    merge in flight was lost because another rank left (`Elastic`). ``weights``: for each stage, the weight in the merge
-    of what the rank submitted, including estimates. Without estimates it is ``weight`` times ``stages``.
+    Each field's text is in its declaration. ``outside_s`` has neither data loading nor the optimizer's step. ``reach``:
+    0.5 means that half of the model's gradient elements came from this rank's own backward pass. ``weights``: without
+    estimates, ``weight`` times ``stages``. Times that are unknown are NaN.
     """
 
-    rank: int = field(metadata=number("number"))
+    rank: int = field(metadata=number("number", stable=True))
     outside_s: float = field(
         default=math.nan, metadata=number("seconds between two steps, for clipping, evaluation or checkpoints")
     )
@@ -118,17 +118,33 @@ class RankReport(RankNumbers):
     )
     forward_s: float = field(default=math.nan, metadata=number("seconds in forward passes"))
     backward_s: float = field(default=math.nan, metadata=number("seconds in backward passes"))
-    wait_s: float = field(metadata=number("seconds that it waited for the slowest rank"))
+    wait_s: float = field(metadata=number("seconds that it waited for the slowest rank", stable=True))
     reach: float = field(
         metadata=number(
             "share of the model's gradient elements that it computed",
             Metric("gauge", "reach_ratio", "Share of the model's gradients that this rank computed in the last step."),
+            stable=True,
         )
     )
-    stages: tuple[float, ...]
-    stage_s: tuple[float, ...]
-    weights: tuple[float, ...] = ()
-    cause: Cause | None = None
+    stages: tuple[float, ...] = field(metadata=described("share of each stage that it computed"))
+    stage_s: tuple[float, ...] = field(
+        metadata=described("when each stage was complete, in seconds from entering `step()`; null: never")
+    )
+    weights: tuple[float, ...] = field(
+        default=(),
+        metadata=described(
+            "for each stage, the weight in the merge of all that the rank submitted, including estimates"
+        ),
+    )
+    cause: Cause | None = field(
+        default=None,
+        metadata=described(
+            "what a late rank was doing: `outside`, `optimizer`, `data`, `forward` or `backward`. If a rank was not "
+            "late and lacks gradients: `error` (a backward pass ended in an error that the loop caught), `skipped` "
+            "(the block was left without a backward pass) or `members` (a merge was lost when another rank left)",
+            stable=True,
+        ),
+    )
     cost: float = field(
         default=1.0,
         metadata=number(
@@ -143,7 +159,7 @@ class RankReport(RankNumbers):
             Metric(
                 "gauge",
                 "link_latency_seconds",
-                "Seconds until a first byte from this rank is with a peer, as measured last.",
+                "Seconds until a first byte from this rank is with a peer, as measured last; NaN: not measured.",
             ),
         ),
     )
@@ -167,83 +183,114 @@ class StageReport:
     in this step (`Elastic`), although it has no row. If both happened, only merged gradients count.
     """
 
-    name: str
-    numel: int
-    weight: float
-    estimated: bool
+    name: str = field(metadata=described("its first and last module", stable=True))
+    numel: int = field(metadata=described("number of its gradient elements", stable=True))
+    weight: float = field(
+        metadata=described(
+            "sum of the weights over ranks; the number of ranks if all of them computed the complete stage", stable=True
+        )
+    )
+    estimated: bool = field(metadata=described("whether an estimate is in it"))
 
 
 @dataclass(frozen=True)
 class ShadowReport:
-    """The effect that a policy which stops no rank (`straggle.Shadow`) would have had in a step.
+    """The effect that a policy which stops no rank (`straggle.Shadow`) would have had in a step."""
 
-    ``seconds``: the step's length. ``reach``: the share of the model that each rank would have computed. ``stages``:
-    the share of each stage that would have been merged, over ranks.
-    """
-
-    deadline_s: float
-    seconds: float
-    late_ranks: tuple[int, ...]
-    reach: tuple[float, ...]
-    stages: tuple[float, ...]
-    dropped_share: float
+    deadline_s: float = field(metadata=described("the deadline that would have been enforced; null: none yet"))
+    seconds: float = field(metadata=described("how long the step would have taken"))
+    late_ranks: tuple[int, ...] = field(metadata=described("ranks that would have been late"))
+    reach: tuple[float, ...] = field(
+        metadata=described("for each rank, the share of the model that it would have computed")
+    )
+    stages: tuple[float, ...] = field(metadata=described("for each stage, the share that would have been merged"))
+    dropped_share: float = field(metadata=described("share of all gradient elements that would have been missing"))
 
 
 @dataclass(frozen=True)
 class StepReport:
     """One merged step: ``seconds`` from the end of the merge before; ``deadline_s`` is infinite without a deadline.
 
-    ``skipped``: no rank had finite gradients, and no parameter has one now (on a device with a queue: all were zeros).
-    ``counts_behind``: 0 if ``skipped`` and the ranks' ``nonfinite`` are of this step, as on the CPU. On a device with a
-    queue the host does not wait for them: they are of so many steps before this one (usually 1), and so are scalars
-    that were logged as tensors of the device.
-    ``different_ranks``: those whose parameters
-    or buffers were not those of most ranks when they entered the step (in a tie: not those of the lowest rank). Either
-    they were compared and differ (`Merge.check_every`), with their names in ``different_tensors``, or the optimizers of
-    these ranks did not step as often as the others' after the step before. ``None``: they were not compared, and all
-    optimizers stepped equally often. ``shadow``: the effect of a policy that stops no rank. ``ranks_without_store``:
-    ranks without an answer from the job's store; no deadline applies to them. ``pool_parts`` and ``pool_weight``: the
-    micro-batches in the step's pool and the sum of their weights, if the ranks drew from one (``step.pull``); 0
-    otherwise. ``network_s``: the rest of the step after the last rank had submitted, which is the merge on the network.
-    It and a rank's own times (outside, optimizer, data, forward, backward, wait) add up to ``seconds``. ``dealt``: each
-    rank gets as much work as it has time for (`Rebalance`, or a pool), and a rank's ``weight`` is how much.
-    If a model is sharded over several ranks, ``ranks`` are the replicas, with the numbers of those ranks that hold the
-    same shards as this one. ``slowest_ranks``: for each replica the rank that its others waited for; else empty.
+    Each field's text is in its declaration. If ``skipped``, no parameter has a gradient now (on a device with a queue:
+    all were zeros). ``different_ranks``: in a tie, those that differ from the lowest rank. ``network_s`` and a rank's
+    own times (outside, optimizer, data, forward, backward, wait) add up to ``seconds``. If a model is sharded over
+    several ranks, ``ranks`` are the replicas, with the numbers of those ranks that hold the same shards as this one.
     """
 
-    step: int
-    seconds: float
+    step: int = field(metadata=described("number", stable=True))
+    seconds: float = field(metadata=described("seconds since the end of the merge before", stable=True))
     deadline_s: float = field(
         metadata=number(
-            metric=Metric("gauge", "deadline_seconds", "The deadline of the last step; infinite without one.")
+            "null: no deadline in this step",
+            Metric("gauge", "deadline_seconds", "The deadline of the last step; infinite without one."),
+            stable=True,
         )
     )
-    ranks: tuple[RankReport, ...]
-    stages: tuple[StageReport, ...]
-    scalars: Mapping[str, float] = field(default_factory=dict)
+    ranks: tuple[RankReport, ...] = field(metadata=described("one entry for each rank", stable=True))
+    stages: tuple[StageReport, ...] = field(metadata=described("one entry for each stage", stable=True))
+    scalars: Mapping[str, float] = field(
+        default_factory=dict,
+        metadata=described("what was given to `step.log`, as means over the ranks that gave it", stable=True),
+    )
     skipped: bool = field(
         default=False,
-        metadata=number(metric=Metric("counter", "skipped_steps", "Steps in which no rank had finite gradients.")),
+        metadata=number(
+            "no rank had finite gradients, and no gradient was applied",
+            Metric("counter", "skipped_steps", "Steps in which no rank had finite gradients."),
+        ),
     )
-    different_ranks: tuple[int, ...] | None = None
-    different_tensors: tuple[str, ...] = ()
-    shadow: ShadowReport | None = None
-    ranks_without_store: tuple[int, ...] = ()
+    different_ranks: tuple[int, ...] | None = field(
+        default=None,
+        metadata=described(
+            "ranks whose parameters or buffers differed from those of most ranks, or whose optimizers did not step as "
+            "often as theirs after the step before; null: not compared in this step"
+        ),
+    )
+    different_tensors: tuple[str, ...] = field(
+        default=(), metadata=described("the names of parameters and buffers that were not the same on all ranks")
+    )
+    shadow: ShadowReport | None = field(
+        default=None, metadata=described("with `deadline=shadow`: what would have happened; null otherwise")
+    )
+    ranks_without_store: tuple[int, ...] = field(
+        default=(), metadata=described("ranks that the job's store did not answer: no deadline holds for them")
+    )
     pool_parts: int = field(
         default=0,
         metadata=number(
-            metric=Metric(
+            "micro-batches in the step's pool; 0 without one",
+            Metric(
                 "counter",
                 "pool_micro_batches",
                 "Micro-batches in the pools of its steps, which all ranks together draw from.",
-            )
+            ),
         ),
     )
-    pool_weight: float = 0.0
-    network_s: float = math.nan
-    dealt: bool = False
-    slowest_ranks: tuple[int, ...] = ()
-    counts_behind: int = 0
+    pool_weight: float = field(default=0.0, metadata=described("the sum of their weights; 0 without a pool"))
+    network_s: float = field(
+        default=math.nan,
+        metadata=described("the rest of the step after the last rank had submitted: the merge on the network"),
+    )
+    dealt: bool = field(
+        default=False,
+        metadata=described(
+            "each rank has as much of a step as it has time for (`Rebalance`, or a pool), and its `weight` is how much"
+        ),
+    )
+    slowest_ranks: tuple[int, ...] = field(
+        default=(),
+        metadata=described(
+            "if a model is sharded over several ranks: for each replica, the rank that its others waited for, as far "
+            "as FSDP2's collectives show it (-1: none); else empty"
+        ),
+    )
+    counts_behind: int = field(
+        default=0,
+        metadata=described(
+            "0: `skipped` and `nonfinite` are of this step; n: on a GPU, of the step n before (usually 1), and so are "
+            "scalars that were logged as its tensors"
+        ),
+    )
 
     @property
     def dropped_share(self) -> float:
@@ -294,22 +341,31 @@ _COUNTED_AS: dict[LeavingKind, ChangeKind] = {
 
 @dataclass(frozen=True)
 class MembersReport:
-    """How the members of a job changed, as one rank saw it (`Elastic`).
+    """How the members of a job changed, as one rank saw it (`Elastic`)."""
 
-    ``generation`` counts the changes; ``ranks`` are the members from here on, of ``world_size`` that the job was
-    started with. ``left`` and ``joined``: the reasons, by rank; ``left_kinds``: the same in one word of
-    `LEAVING_KINDS`. ``step``: the step that was being merged. ``seconds``: how long this rank had no members to merge
-    with, from when it knew of the change.
-    """
-
-    generation: int
-    step: int
-    ranks: tuple[int, ...]
-    world_size: int
-    left: Mapping[int, str] = field(default_factory=dict)
-    joined: Mapping[int, str] = field(default_factory=dict)
-    seconds: float = 0.0
-    left_kinds: Mapping[int, LeavingKind] = field(default_factory=dict)
+    generation: int = field(
+        metadata=described("counts the changes; one may lack if two came in quick succession", stable=True)
+    )
+    step: int = field(metadata=described("the step that was being merged", stable=True))
+    ranks: tuple[int, ...] = field(metadata=described("the members from here on", stable=True))
+    world_size: int = field(metadata=described("how many ranks the run was started with", stable=True))
+    left: Mapping[int, str] = field(default_factory=dict, metadata=described("by rank, why it left", stable=True))
+    joined: Mapping[int, str] = field(default_factory=dict, metadata=described("by rank, why it joined", stable=True))
+    seconds: float = field(
+        default=0.0,
+        metadata=described(
+            "how long the rank that wrote this had no members to merge with, once it knew of the change"
+        ),
+    )
+    left_kinds: Mapping[int, LeavingKind] = field(
+        default_factory=dict,
+        metadata=described(
+            "`left` in one word: `done` (its loop is over), `ended` (its process), `silent` (no sign of life), "
+            "`raised` (an error in its code), `restarted`, `returns` (it asks to be let in again at once), `link` (its "
+            "link is too slow), `notice` (it was told to end)",
+            stable=True,
+        ),
+    )
 
     @property
     def kinds(self) -> tuple[ChangeKind, ...]:
@@ -340,25 +396,29 @@ class MembersReport:
 
 @dataclass(frozen=True)
 class StuckReport:
-    """Where a rank's training thread was when the rank did not go on, or when it was stood in for.
+    """Where a rank's training thread was when the rank did not go on, or when it was stood in for."""
 
-    ``rank`` was in ``step``, or before it (not ``entered``), for ``seconds``. ``where``: the innermost frame of the
-    user's code, in words; ``line``: its function, file and line. ``stack``: all frames, innermost first. ``waiting``:
-    the ranks that waited for it, as far as was known. ``collective``: torch's last one that was not over. ``stood_in``:
-    it was only stood in for, and this is the number of times in which it was there. ``over``: it goes on again.
-    """
-
-    rank: int
-    step: int
-    entered: bool
-    seconds: float
-    where: str
-    line: str = ""
-    stack: tuple[str, ...] = ()
-    waiting: tuple[int, ...] = ()
-    collective: str = ""
-    stood_in: int = 0
-    over: bool = False
+    rank: int = field(metadata=described("which rank", stable=True))
+    step: int = field(metadata=described("in which step", stable=True))
+    entered: bool = field(metadata=described("false: it was before that step"))
+    seconds: float = field(metadata=described("for how long it had not gone on", stable=True))
+    where: str = field(metadata=described("the innermost frame of your code, with its source, in words", stable=True))
+    line: str = field(default="", metadata=described("the same frame: function, file and line"))
+    stack: tuple[str, ...] = field(default=(), metadata=described("all frames, innermost first"))
+    waiting: tuple[int, ...] = field(
+        default=(), metadata=described("the ranks that waited for it, as far as was known")
+    )
+    collective: str = field(
+        default="",
+        metadata=described(
+            "if it is in a collective of your own: the last one that is not over, by torch's Flight Recorder"
+        ),
+    )
+    stood_in: int = field(
+        default=0,
+        metadata=described("the number of times that it was stood in for there; 0: it was stuck"),
+    )
+    over: bool = field(default=False, metadata=described("true: it goes on again, after `seconds`"))
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain JSON values."""

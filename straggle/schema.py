@@ -3,7 +3,8 @@
     put_back: int = field(default=0, metadata=number("micro-batches that it gave back", Metric("counter", ...)))
 
 What is a number of a rank's row is declared in `report.RankNumbers`. This module knows none of them, and nothing of
-rows, reports or Prometheus. Numbers that several classes declare are one tuple after the other.
+rows, reports or Prometheus. Numbers that several classes declare are one tuple after the other. A field that is no
+number has its text by `described`; docs/generate.py writes the docs' tables of these texts.
 """
 
 from __future__ import annotations
@@ -49,9 +50,14 @@ class Number:
         return self.kind(float("nan") if value is None else value)
 
 
-def number(text: str = "", metric: Metric | None = None) -> Mapping[str, Any]:
-    """The metadata of a field that is a number; ``text`` says what it is in one step, as the docs have it."""
-    return {"text": text, "metric": metric}
+def described(text: str, *, stable: bool = False) -> Mapping[str, Any]:
+    """The metadata of a field that is written to a file: its text in the docs; ``stable``: name and meaning stay."""
+    return {"text": text, "stable": stable}
+
+
+def number(text: str = "", metric: Metric | None = None, *, stable: bool = False) -> Mapping[str, Any]:
+    """The same of a field that is a number; ``text`` says what it is in one step."""
+    return {**described(text, stable=stable), "metric": metric}
 
 
 @cache
@@ -61,8 +67,8 @@ def numbers_of(declaring: type) -> tuple[Number, ...]:
 
 
 def _number(own: Field[Any], kind: Kind) -> Number:
-    declared = own.metadata or number()
-    return Number(own.name, kind, declared["text"], declared["metric"], own.default)
+    declared = own.metadata
+    return Number(own.name, kind, declared.get("text", ""), declared.get("metric"), own.default)
 
 
 def _type(own: Field[Any]) -> str:

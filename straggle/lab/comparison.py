@@ -11,11 +11,42 @@ from typing import Any
 from straggle.lab.interleaved import TimedJob, reference_losses, seconds_to, time_to_loss_ratio
 from straggle.observe.console import print_table
 from straggle.observe.intervals import Interval, ratio_interval
+from straggle.schema import described
 
 REFERENCE = "ddp"
 OURS = "straggle"
 TRAIN_ON = 1.25  # of DDP's seconds, beyond which no method goes on to come to DDP's final loss
 _WITHOUT_FAULTS = 1.02  # of DDP's step time, at most
+
+# of a method in compare.json
+FIELDS = {
+    "step_seconds_median": described("of the steps, without the first tenth of them, at most ten", stable=True),
+    "step_seconds_mean": described("of all steps; includes what a rank still had to catch up with", stable=True),
+    "step_seconds_p95": described("as the median"),
+    "step_seconds_stdev": described("as the median"),
+    "seconds": described("of this method's turns together", stable=True),
+    "ddp_seconds_median": described(
+        "what DDP would have taken, predicted from the steps of a method by straggle; null otherwise"
+    ),
+    "ddp_seconds_mean": described("the same, the mean"),
+    "step_time_ratio": described("`seconds` divided by DDP's"),
+    "step_time_ratio_interval": described("its 95 % bootstrap interval over turns"),
+    "dropped_share": described("share of all gradient elements, over ranks, that no backward pass delivered in time"),
+    "validation_loss": described("on held-out data, after `steps` steps", stable=True),
+    "validation_accuracy": described("the same; only if the workload has one", stable=True),
+    "target_loss": described("DDP's final validation loss", stable=True),
+    "seconds_to_loss": described(
+        "when this method first reached it, interpolated between the ends of two turns; null: not reached. Turns "
+        "go on after `steps` steps, but none begins beyond 1.25 of DDP's `seconds`. Evaluating does not count",
+        stable=True,
+    ),
+    "time_to_loss_ratio": described("`seconds_to_loss` divided by DDP's"),
+    "time_to_loss_ratio_range": described(
+        "the range of that ratio over the losses that DDP reached in its second half, without a tenth at each end"
+    ),
+    "parameters_sha256": described("of each rank's final parameters", stable=True),
+    "replicas_identical": described("whether they are all equal", stable=True),
+}
 
 
 @dataclass(frozen=True)
@@ -58,7 +89,7 @@ class Comparison:
         return ratio_interval(*(self.methods[one].timed.turn_s[: self.turns] for one in (name, than)))
 
     def results(self) -> dict[str, dict[str, Any]]:
-        """For each method the fields that are written."""
+        """For each method the fields that are written: `FIELDS`."""
         results: dict[str, dict[str, Any]] = {}
         for name, one in self.methods.items():
             step_time, to_loss, last = self.step_time(name), self.time_to_loss(name), self._last(name)

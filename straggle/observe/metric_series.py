@@ -21,43 +21,53 @@ _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 _DECLARED = [own.metric for report in (StepReport, RankReport) for own in numbers_of(report) if own.metric]
 COUNTERS = {own.name: own.text for own in _DECLARED if own.kind == "counter"} | {
     "steps": "Merged steps that this rank has applied.",
-    "step_wait_for_all_seconds": "Seconds that the steps would have taken under DDP, with equal shares.",
-    "untruncated_compute_seconds": "Seconds of this rank's own work in all steps, with what it would have taken "
-    "to finish those it left.",
-    "late_steps": "Steps in which this rank was late, by what it was doing.",
+    "step_wait_for_all_seconds": "Predicted seconds of the same steps under DDP, with equal shares.",
+    "untruncated_compute_seconds": "Seconds of this rank's own work in all steps, with the predicted time that "
+    "it would have needed to finish those in which it was late.",
+    "late_steps": "Steps in which this rank was late, by what it was doing then.",
     "made_late_steps": "Steps in which this rank's replica was late and waited for this rank; 0 if it is one rank.",
-    "incomplete_steps": "Steps in which this rank's gradients are missing though it was not late, by why.",
+    "incomplete_steps": "Steps in which this rank's gradients are missing though it was not late. error: in a backward "
+    "pass, and the loop caught it; skipped: the block was left without a backward pass; members: another rank left "
+    "during the merge.",
     "stood_in_steps": "Late steps that the stand-in submitted, because this rank was stuck.",
-    "members_changes": "Ranks that left or joined while this rank was a member.",
+    "members_changes": "Ranks that left or joined while this rank was a member. ended: its process; silent: no sign of "
+    "life; raised: an error in its code; restarted: it asks to be let in again; link: its link is too slow; "
+    "notice: it was told to end.",
     "healing_seconds": "Seconds from when this rank was let in until it had the state of its peers.",
-    "healing_bytes": "Bytes of state that this rank took to take part again.",
+    "healing_bytes": "Bytes of the state that this rank took from its peers.",
     "ping_bytes": "Bytes that this rank has sent to measure links.",
-    "gradient_elements": "Gradient elements that this rank would have contributed, had it never been late.",
+    "gradient_elements": "Gradient elements that this rank would have contributed if it had never been late.",
     "gradient_elements_dropped": "Gradient elements of this rank that did not come in time.",
     "stage_contributions": "Sum over steps of the share of the stage that this rank computed.",
     "estimates": "Steps in which an estimate was used in the stage.",
     "contributed_weight": "Sum over steps of the weight times the share of the model that this rank computed.",
     "merged_bytes": "Bytes of gradients that this rank has merged.",
-    "samples": "Samples whose gradients this rank computed in time.",
-    "replica_checks": "Steps in which the ranks compared their parameters.",
-    "replica_mismatches": "Comparisons in which this rank's parameters were not those of the others.",
+    "samples": "Samples times the share of their gradients that came in time; only with samples_per_step, the "
+    "samples of a step of weight 1.",
+    "replica_checks": "Steps in which the ranks compared their parameters (merge.check_every).",
+    "replica_mismatches": "Comparisons in which this rank's parameters differed from those of most ranks, or its "
+    "optimizer had not stepped as often as theirs.",
 }
 GAUGES = {own.name: own.text for own in _DECLARED if own.kind == "gauge"} | {
     "absent_rank": "Whether each rank was absent in the last step, 1 or 0; of the lowest member only.",
-    "link_slow": "Whether this rank's link is slow, and costs the job time, 1 or 0.",
-    "predicted_dropped_ratio": "Share of all ranks' gradients that the deadline policy expects to be dropped.",
-    "step_weight": "Weight of this rank's last step; 0 without data.",
+    "link_slow": "1 while this rank's link is slower than the others' and makes steps longer, or 0.",
+    "predicted_dropped_ratio": "Share of all ranks' gradients that the deadline policy expects to be dropped in the "
+    "next step; NaN: no prediction.",
+    "step_weight": "Weight of this rank's last step, with Rebalance its share; 0 without data.",
     "loss": "Mean over ranks of the scalar that was logged as loss, last step.",
     "lag_steps": "Merged steps that this rank has not yet applied, now.",
-    "since_step_seconds": "Seconds since this rank's training thread last finished a step.",
-    "store_reachable": "Whether the job's store answers this rank, 1 or 0, now.",
-    "members": "Ranks that are members now, as far as this rank knows.",
-    "stuck_info": "Where this rank is stuck, or that it waits for one which cannot speak: 1; 0 while it goes on.",
+    "since_step_seconds": "Seconds since this rank's training thread last finished a step, now.",
+    "store_reachable": "1 while the job's store answers this rank, now; at 0 the rank cannot be late, and all ranks "
+    "wait for it.",
+    "members": "Ranks that are members now, as far as this rank knows; all if none can leave.",
+    "stuck_info": "1 while this rank is stuck and waited for, or waits for one that cannot speak; 0 while it goes on.",
 }
 HISTOGRAMS = {
     "step_seconds": "Seconds of a step, from merge to merge.",
-    "phase_seconds": "Seconds that this rank spent in each phase of a step.",
-    "compute_seconds": "Seconds of this rank's own work in a step, which the deadline is compared with.",
+    "phase_seconds": "Seconds in each phase of a step, which sum to the step. outside: evaluation, clipping; wait: for "
+    "peers; network: the merge, after the last rank has submitted.",
+    "compute_seconds": "Seconds of this rank's own work in a step, which is compared with the deadline; without "
+    "steps that the rank never entered.",
 }
 # the label that a metric has beside the rank, and the values that are there from the beginning
 LABELS: dict[str, tuple[str, tuple[str, ...]]] = {

@@ -11,12 +11,60 @@ import numpy as np
 from straggle.observe.run import run_of
 from straggle.observe.run_numbers import numbers_of
 from straggle.report import StepReport
+from straggle.schema import described
+
+FIELDS = {
+    "steps": described("steps trained, including those before a `resume`", stable=True),
+    "step_seconds_median": described("of a step; without the first tenth of the steps, at most ten", stable=True),
+    "step_seconds_mean": described("the same, the mean", stable=True),
+    "ddp_seconds_median": described(
+        "predicted from the telemetry: the same steps under DDP, with an equal share of the samples for each rank",
+        stable=True,
+    ),
+    "ddp_seconds_mean": described("the same, the mean"),
+    "dropped_share": described(
+        "share of all gradient elements, over ranks, that no backward pass delivered in time", stable=True
+    ),
+    "dropped_share_per_rank": described("the same for each rank", stable=True),
+    "dropped_share_per_stage": described("the same for each stage"),
+    "dropped_samples_per_rank": described(
+        "the rank's samples times the share of its gradients that was dropped, over all steps"
+    ),
+    "weight_per_rank": described(
+        "mean weight of the rank's steps; with `rebalance=by_speed` its samples, or micro-batches"
+    ),
+    "depth_bias": described(
+        "share of the gradients that came in for the first stage of backward, minus that of the last stage"
+    ),
+    "fairness": described("Jain's index of the ranks' contributions to the model"),
+    "fairness_input_stage": described("the same of the stage at the input"),
+    "least_contribution": described("contribution of the rank that gave least, divided by the mean over ranks"),
+    "least_contribution_input_stage": described("the same of the stage at the input"),
+    "shadow_dropped_share": described(
+        "with `deadline=shadow`, without the same first steps: the share that would have been dropped; null otherwise"
+    ),
+    "shadow_step_seconds_mean": described("the mean step then"),
+    "made_late_by": described(
+        "for each replica the ranks that made it late, and in how many steps; null if each rank has a copy of the model"
+    ),
+    "late_steps_per_rank": described("steps in which the rank was late", stable=True),
+    "stood_in_steps_per_rank": described("of these, steps in which the stand-in submitted for it"),
+    "absent_steps_per_rank": described("steps in which the rank was no member; they are in no other field"),
+    "drawn_per_rank": described(
+        "with `work=pulled`: micro-batches of a step's pool that the rank computed, on average; null otherwise"
+    ),
+    "put_back_per_rank": described("how many of them it gave back in all"),
+    "loss": described("mean over ranks and the last 20 steps", stable=True),
+    "validation_loss": described("after the last step", stable=True),
+    "validation_accuracy": described("the same; only if the workload has one", stable=True),
+    "parameters_sha256": described("of each rank's parameters: equal hashes, equal bit for bit", stable=True),
+}
 
 
 def summarize(
     reports: Sequence[StepReport], scores: Mapping[str, float], hashes: Sequence[str], samples_per_step: int
 ) -> dict[str, Any]:
-    """The run in numbers, as plain JSON values.
+    """The run in numbers, as plain JSON values: `FIELDS`.
 
     ``scores`` are those on held-out data, ``hashes`` each rank's parameters. ``samples_per_step``: the number of a
     rank's samples in a step of weight 1.

@@ -51,8 +51,3 @@ def test_every_alert_has_its_runbook_and_unit_tests() -> None:
         section = sections[alert["annotations"]["runbook"].removeprefix("docs/alerts.md#")]
         assert all(part in section for part in ("**Means.**", "**Look at.**", "**Do.**")), alert["alert"]
         assert alert["alert"] in tests
-
-
-def test_every_recording_rule_is_on_the_page() -> None:
-    page = (ROOT / "docs" / "metrics.md").read_text()
-    assert [rule["record"] for rule in RULES if f"`{rule['record']}`" not in page] == []

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import dataclasses
-import functools
 import inspect
 import io
 import json
@@ -20,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_command, run_ranks
+from ranks import run_ranks
 from repository import ROOT
 from torch import nn
 from torchrun import started_torchrun
@@ -28,15 +26,12 @@ from torchrun import started_torchrun
 import straggle
 from straggle.commands.advise import arguments as advise_arguments
 from straggle.commands.config import load
-from straggle.commands.config_schema import config_dir, options_of
 from straggle.commands.launching.launch_options import arguments as launch_arguments
 from straggle.commands.report import arguments as report_arguments
 from straggle.commands.watch import arguments as watch_arguments
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text()
-GROUPS = sorted(folder.name for folder in config_dir().iterdir() if folder.is_dir() and folder.name != "methods")
 NUM_BATCHES = 3
 
 
@@ -54,11 +49,6 @@ def commands() -> list[Any]:
     lines = [line for block in blocks("bash") for line in block.values[0].splitlines()]
     words = {tuple(shlex.split(line, comments=True)): line for line in lines if line and not line.startswith("#")}
     return [pytest.param(list(own), id=line) for own, line in words.items()]
-
-
-def documented(text: str) -> set[str]:
-    """Everything that is written as code, and of dotted names also the last part."""
-    return set(re.findall(r"`([^`\n]+)`", text))
 
 
 # -- blocks of Python
@@ -192,66 +182,6 @@ def test_command_check_refuses_what_does_not_exist(line: str) -> None:
 
 
 # -- names
-
-
-def test_every_key_of_the_configuration_is_documented() -> None:
-    config = default_of("compare")
-    keys = {str(key) for key in config if key not in (*GROUPS, "late_handling", "merge", "hydra")}
-    keys |= {f"{part}.{key}" for part in ("late_handling", "merge") for key in config[part] if key != "_target_"}
-    keys |= {str(key) for key in default_of("profile") if key not in (*GROUPS, "hydra")}
-    assert keys - documented(CONFIGURATION) == set()
-    simulated = default_of("simulate")
-    keys = {str(key) for key in simulated if key not in (*GROUPS, "late_handling", "work", "hydra")}
-    keys |= {f"{part}.{key}" for part in ("late_handling", "work") for key in simulated[part] if key != "_target_"}
-    assert keys - documented((ROOT / "docs" / "simulate.md").read_text()) == set()
-
-
-@functools.cache
-def default_of(command: str) -> Any:
-    """The configuration of a command without a key."""
-    return load(command, [])
-
-
-@pytest.mark.parametrize("group", GROUPS)
-def test_every_option_of_a_group_is_documented_with_its_keys(
-    group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record_a_run(tmp_path / "runs" / "latest")  # what delays=replay looks for
-    monkeypatch.chdir(tmp_path)
-    command = next(name for name in ("train", "simulate") if group in default_of(name))
-    section = CONFIGURATION.partition(f"**`{group}`**")[2]
-    section = re.split(r"\n\*\*|\n## ", section)[0]
-    rows = {line.split("`")[1]: documented(line) for line in section.splitlines() if line.startswith("| `")}
-    options = {name: load(command, [f"{group}={name}"])[group] for name in options_of(group)}
-    assert rows.keys() == options.keys()
-    for option, config in options.items():
-        assert {str(key) for key in config} - {"_target_"} <= rows[option], option
-    default = next(row for row in section.splitlines() if "(default)" in row)
-    assert default_of(command)[group] == options[default.split("`")[1]]
-
-
-@pytest.mark.parametrize(
-    "record", [straggle.StepReport, straggle.RankReport, straggle.StageReport, straggle.report.ShadowReport]
-)
-def test_every_field_of_a_trace_is_documented(record: type) -> None:
-    trace = CONFIGURATION.partition("### `trace.jsonl`")[2].partition("### `compare.json`")[0]
-    assert {field.name for field in dataclasses.fields(record)} - documented(trace) == set()
-
-
-def test_every_field_of_the_members_file_is_documented() -> None:
-    section = CONFIGURATION.partition("### `members.jsonl`")[2].partition("\n### ")[0]
-    assert {field.name for field in dataclasses.fields(straggle.MembersReport)} - documented(section) == set()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("command", "file"), [("train", "summary.json"), ("compare", "compare.json")])
-def test_file_of_a_run_has_the_documented_fields(command: str, file: str, tmp_path: Path) -> None:
-    run_command(command, 1, "workload=digits", "steps=3", "faults=none", "run_dir=.", folder=tmp_path)
-    content = json.loads((tmp_path / file).read_text())
-    section = CONFIGURATION.partition(f"### `{file}`")[2].partition("\n### ")[0]
-    rows = [line.rpartition(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
-    for fields in content.values() if command == "compare" else [content]:
-        assert documented("\n".join(rows)) == set(fields)
 
 
 def test_every_name_of_the_package_in_the_pages_exists() -> None:

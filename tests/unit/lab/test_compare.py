@@ -6,7 +6,6 @@ import itertools
 import math
 
 import pytest
-from repository import ROOT
 
 from straggle.commands.compare import in_turn
 from straggle.commands.config import load
@@ -136,12 +135,6 @@ def test_everyone_begins_and_ends_a_turn():
     followers = {pair for order in orders for pair in itertools.pairwise(order)}
     assert len(followers) > 3  # not always the same one comes after another
     assert [in_turn(["ddp", "straggle"], turn)[0] for turn in range(2)] == ["ddp", "straggle"]
-
-
-def test_every_method_is_documented():
-    page = (ROOT / "docs" / "configuration.md").read_text()
-    section = page.partition("**`methods`**")[2].partition("\n**")[0]
-    assert [line.split("`")[1] for line in section.splitlines() if line.startswith("| `")] == METHODS
 
 
 # -- ratios
