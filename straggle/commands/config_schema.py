@@ -122,7 +122,7 @@ class Train(_Checked):
     def _check_sharded(self) -> None:
         """What is there for ranks that each have a copy of the model is refused."""
         given = {
-            "members=elastic": (self.members, "a sharded replica cannot leave and come back yet"),
+            "members=elastic": (self.members, "a run makes one mesh of all its replicas, so none can come back"),
             "rebalance=by_speed": (self.rebalance, "samples are dealt out to ranks, and a replica is several"),
             "work=pulled": (self.work == "pulled", "micro-batches are drawn by ranks, and a replica is several"),
             "workload=paced": (_is_of("Paced", self.workload), "its sleeps are hooks on whole parameters"),

@@ -27,8 +27,10 @@ from straggle.commands.launching.nodes import Nodes
 from straggle.commands.launching.restarting import RestartRules
 from straggle.commands.launching.stopped_process import SilentWorkers
 from straggle.commands.launching.store_host import LOOPBACK, StoreAddress, answers, connect, serve_store
+from straggle.commands.launching.together import Together
 from straggle.commands.launching.worker_process import ForkServer, Program, Starter, new_process
 from straggle.members import agents
+from straggle.members.replica_mesh import REPLICA_SIZE
 from straggle.merge.store import JobStore, StoreUnreachable
 
 OF_ONE_RANK = ("RANK", "LOCAL_RANK", "ROLE_RANK")  # of a node's workers; the rest of their environment is the same
@@ -45,6 +47,7 @@ class LaunchedJob:
     endpoint: StoreAddress
     run_id: str
     max_restarts: int
+    replica_size: int = 1
 
     @property
     def world_size(self) -> int:
@@ -82,6 +85,8 @@ def worker_environment(job: LaunchedJob, local_rank: int, inherited: Mapping[str
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,
         "TORCH_GLOO_LAZY_INIT": 1,  # a worker that comes back connects to no peer until it is used: none awaits it
     }
+    if job.replica_size > 1:
+        of_torchrun[REPLICA_SIZE] = job.replica_size
     named = {name: str(value) for name, value in of_torchrun.items()}
     return {**{name: str(value) for name, value in unless_given.items()}, **inherited, **named, "STRAGGLE_ELASTIC": "1"}
 
@@ -122,7 +127,9 @@ def main() -> int:
 
 def _run(given: argparse.Namespace, endpoint: StoreAddress, store: JobStore, events: Events, *, serves: bool) -> int:
     run_id = given.rdzv_id or (str(uuid.uuid4()) if given.nnodes == 1 else "none")  # as torchrun does
-    job = LaunchedJob(given.nproc_per_node, given.nnodes, given.node_rank, endpoint, run_id, given.max_restarts)
+    job = LaunchedJob(
+        given.nproc_per_node, given.nnodes, given.node_rank, endpoint, run_id, given.max_restarts, given.replica_size
+    )
     secret = os.environ.get(SECRET) or secrets.token_hex(16)  # one for all workers
     environments = [worker_environment(job, rank, {**os.environ, SECRET: secret}) for rank in range(job.nproc_per_node)]
     with contextlib.ExitStack() as stack:
@@ -140,7 +147,11 @@ def _run(given: argparse.Namespace, endpoint: StoreAddress, store: JobStore, eve
             for environment in environments
         ]
         rules = RestartRules(given.max_restarts, given.restart_delay_s)
-        started = [Agent(worker, rules, store, world_size=job.world_size, ended=events) for worker in workers]
+        replicas = [Together(given.grace_s) for _ in range(0, len(workers), given.replica_size)]
+        started = [
+            Agent(worker, rules, store, world_size=job.world_size, ended=events, together=replica)
+            for worker, replica in zip(workers, _each(replicas, given.replica_size), strict=True)
+        ]
         silent = stack.enter_context(contextlib.closing(SilentWorkers(started, store)))
         silent.start()
         launcher = Launcher(
@@ -157,6 +168,10 @@ def _post_all_told(store: JobStore) -> None:
     """Let each worker know, before it gets SIGTERM, that all are to end: there is no other node, or soon no store."""
     with contextlib.suppress(StoreUnreachable):
         store.ask(agents.post_all_told)
+
+
+def _each(replicas: Sequence[Together], times: int) -> list[Together]:
+    return [replica for replica in replicas for _ in range(times)]
 
 
 def _store_only(words: Sequence[str]) -> int:

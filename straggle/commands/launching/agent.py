@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from straggle.commands import durable
 from straggle.commands.launching.restarting import RestartRules, StaysDown, failed_again, job_ends, next_start
+from straggle.commands.launching.together import Together
 from straggle.commands.launching.worker_process import Process, Program, ServerEnded, Starter, new_process
 from straggle.members import agents
 from straggle.members.agents import Exited
@@ -51,7 +52,14 @@ class Agent:
     """
 
     def __init__(
-        self, worker: Worker, rules: RestartRules, store: JobStore, *, world_size: int, ended: SimpleQueue[Any]
+        self,
+        worker: Worker,
+        rules: RestartRules,
+        store: JobStore,
+        *,
+        world_size: int,
+        ended: SimpleQueue[Any],
+        together: Together | None = None,
     ) -> None:
         self.rank = worker.rank
         self.exited: Exited | None = None  # how its last process ended; by the agent's thread
@@ -59,6 +67,8 @@ class Agent:
         self._worker, self._rules = worker, rules
         self._store, self._world_size = store, world_size
         self._ended = ended
+        self._together = together or Together(0.0)  # with the other workers of its replica, if it has others
+        self._together.add(self.rank, self.kill)
         self._stopping = threading.Event()
         self._lock = threading.Lock()  # a process is started either before the launcher stops all, or not at all
         self._process: Process | None = None  # under the lock
@@ -79,6 +89,7 @@ class Agent:
         """Ask the worker to end (SIGTERM), and do not start it again."""
         with self._lock:
             self._stopping.set()
+            self._together.stop()
             if self._process is not None:
                 self._process.terminate()
 
@@ -100,8 +111,8 @@ class Agent:
     def _keep_running(self) -> str:
         """Until the worker stays down; says why, nothing if it has done its work."""
         count, restarts = self._first_count(), 0
-        while (exited := self._run_once(count)) is not None:
-            self.exited = exited
+        while (own := self._run_once(count)) is not None:
+            self.exited = exited = self._together.ended(self.rank, own)
             if self._stopping.is_set():
                 break
             then = next_start(exited, restarts, self._rules)
@@ -111,11 +122,11 @@ class Agent:
                 return self._stays_down(then.why)
             if (over := self._ask(agents.over)) is not None:
                 if over == agents.DONE:
-                    say(f"rank {self.rank} ended {exited}, and is not started again: the others have done the work")
+                    say(f"rank {self.rank} ended {own}, and is not started again: the others have done the work")
                     return ""
                 return self._stays_down(over)
             say(
-                f"rank {self.rank} ended {exited}; started again in {then.delay_s:g} s "
+                f"rank {self.rank} ended {own}; started again in {then.delay_s:g} s "
                 f"(restart {then.restarts} of {self._rules.max_restarts})"
             )
             if self._stopping.wait(then.delay_s):
@@ -131,8 +142,11 @@ class Agent:
         return why
 
     def _first_count(self) -> int:
-        """0, or where an earlier launcher of this node has left off: no two processes of a rank have one number."""
-        return self._ask(lambda store: agents.last_count(store, self.rank) + 1) or 0
+        """0, or where an earlier launcher of this node has left off: no two processes of a rank have one number.
+
+        Those of a replica have the same.
+        """
+        return self._ask(lambda store: max(agents.last_count(store, rank) for rank in self._together.ranks) + 1) or 0
 
     def _last_of_all(self, store: Any) -> list[Exited | None]:
         """How each rank's last process ended; ``None`` for one that runs."""

@@ -55,6 +55,14 @@ def parser() -> argparse.ArgumentParser:
         options, "--restart-delay-s", type=_seconds, default=1.0, metavar="S", help="then 2 S, 4 S, ... up to 30 s (1)"
     )
     _add(options, "--grace-s", type=_seconds, default=10.0, metavar="S", help="from SIGTERM to SIGKILL (10)")
+    _add(
+        options,
+        "--replica-size",
+        type=_positive,
+        default=1,
+        metavar="S",
+        help="so many workers are started again together (1)",
+    )
     _add(options, "--log-dir", type=Path, metavar="DIR", help="one file for each rank and start; else passed through")
     _add(options, "--run-dir", type=Path, metavar="DIR", help=f"process ids are in DIR/pids; else in ${PIDS_DIR}")
     _add(
@@ -89,6 +97,11 @@ def arguments(words: Sequence[str], environment: Mapping[str, str] = os.environ)
         options.error(f"--node-rank {given.node_rank}: with --nnodes {given.nnodes} it is 0 to {given.nnodes - 1}")
     if given.external_store and given.rdzv_endpoint is None:
         options.error("--external-store needs --rdzv-endpoint HOST:PORT, which says where it is")
+    if given.nproc_per_node % given.replica_size:
+        options.error(
+            f"--replica-size {given.replica_size}: a replica is on one node, so --nproc-per-node must be a multiple of "
+            f"it, and is {given.nproc_per_node}"
+        )
     if given.nnodes > 1 and not environment.get(SECRET):
         options.error(
             f"several nodes need the same {SECRET} in the environment of each launcher: `openssl rand -hex 16`"

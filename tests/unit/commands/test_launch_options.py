@@ -106,3 +106,10 @@ def test_what_the_user_has_set_stays_and_what_an_outer_job_has_set_does_not() ->
 def test_endpoint_is_read_as_it_is_written(text: str, endpoint: StoreAddress) -> None:
     assert StoreAddress.of(text) == endpoint
     assert str(endpoint) == text
+
+
+def test_replica_that_would_be_on_two_nodes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments(["--nproc-per-node=3", "--replica-size=2", "train.py"], {})
+    assert "--nproc-per-node must be a multiple of it, and is 3" in capsys.readouterr().err
+    assert arguments(["--nproc-per-node=4", "--replica-size=2", "train.py"], {}).replica_size == 2
