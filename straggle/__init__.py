@@ -20,6 +20,7 @@ from straggle.data.micro_batches import MicroBatches
 from straggle.data.rebalance import Rebalance
 from straggle.garbage import CollectGarbage
 from straggle.members.membership import JobDone
+from straggle.members.replica_mesh import replica_mesh
 from straggle.members.view import Elastic
 from straggle.merge.channel import PeerFailed
 from straggle.merge.options import Merge
@@ -96,5 +97,6 @@ __all__ = [
     "Watch",
     "Zero",
     "measure_stages",
+    "replica_mesh",
     "watch",
 ]

@@ -82,11 +82,15 @@ class Built:
 def check_mesh(mesh: object, **others: object) -> None:
     """Raise ``ValueError`` for arguments that cannot be given together with ``mesh``."""
     if mesh is not None and (given := [f"{name}=" for name, value in others.items() if value is not None]):
-        why = {
-            "process_group=": "the mesh has the group over which replicas are merged",
-            "members=": "a sharded replica cannot leave and come back yet",
+        why, left_out = {
+            "process_group=": ("the mesh has the group over which replicas are merged", "process_group="),
+            "members=": (
+                "a mesh of several replicas cannot be made again for one that comes back, so write "
+                "fully_shard(..., mesh=straggle.replica_mesh())",
+                "mesh=",
+            ),
         }[given[0]]
-        raise ValueError(f"mesh= and {given[0]}: {why}; leave {given[0]} out")
+        raise ValueError(f"mesh= and {given[0]}: {why}; leave {left_out} out")
 
 
 def build(
@@ -104,12 +108,14 @@ def build(
 
     Raises ``ValueError`` on all ranks for a module or options that cannot be, ``RuntimeError`` without a process group.
     """
+    if members is not None and options.own_group:
+        raise ValueError("members=Elastic() is for all ranks of the job: leave process_group out")
     wrapped = options.wrapped(module, wrapper)
-    if mesh is None:
+    if mesh is not None or options.sharded:
+        source, channel, replica = _meet_replica(module, wrapped, options, mesh, members)
+    else:
         source, channel = ReplicatedSource(module), _meet(module, wrapped, options, process_group, members)
         replica = Replica.of_one_rank(channel)
-    else:
-        source, channel, replica = _meet_replica(module, wrapped, options, mesh)
     state = ModuleState(module, options.merge.buffers, channel.rank, source.slots[0].device)
     rank = rank_parts(module, options, source, channel, replica, state)
     member = Members(rank, channel) if isinstance(channel, ElasticChannel) else None
@@ -183,6 +189,7 @@ def _attach(members: Members, module: nn.Module, built: Built, hooks: MembersHoo
             "straggle.pulling": built.wings.pulling,
             "straggle.state": parts.state,
         },
+        source=parts.source,
     )
 
 
@@ -199,29 +206,37 @@ def _meet(
         channel = Channel(process_group, give_up_s=give_up_s)
         make_alike(module, wrapped, channel)
         return channel
-    if options.own_group:
-        raise ValueError("members=Elastic() is for all ranks of the job: leave process_group out")
     return meet_members(members, wrapped, partial(make_alike, module, wrapped), give_up_s=give_up_s)
 
 
 def _meet_replica(
-    module: nn.Module, wrapped: Wrapped, options: Options, mesh: DeviceMesh
+    module: nn.Module, wrapped: Wrapped, options: Options, mesh: DeviceMesh | None, members: Elastic | None
 ) -> tuple[ReplicatedSource, Channel, Replica]:
-    """The same for a model that is sharded over the ranks of each replica, over which ``mesh`` goes."""
-    from straggle.source.replica_ranks import copied_inside, name_of_place, ranks_of_replica
+    """The same for a model that is sharded over the ranks of each replica, over which ``mesh`` goes.
+
+    Without a mesh replicas are ``members``, and the ranks of one are all that this rank can meet by itself.
+    """
+    from straggle.source.replica_ranks import copied_inside, name_of_place, ranks_in_a_row, ranks_of_replica
     from straggle.source.sharded import ShardedSource  # imports DTensor, which takes most of a second
 
     if wrapped.refusal:  # all ranks have the same module
         raise ValueError(wrapped.refusal)
-    ranks, give_up_s = ranks_of_replica(module, mesh), options.late_handling.give_up_s
+    ranks = ranks_in_a_row(module) if mesh is None else ranks_of_replica(module, mesh)
+    give_up_s = options.late_handling.give_up_s
     inside = Channel(
         dist.new_group(ranks, use_local_synchronization=True, group_desc=OWN_GROUP), give_up_s=give_up_s, names=ranks
     )
-    copies = mesh.get_group()
-    channel = Channel(copies, give_up_s=give_up_s, names=dist.get_process_group_ranks(copies))
     for name, tensor in copied_inside(module, len(ranks)):
         inside.broadcast(tensor, name=name)
-    make_alike(module, wrapped, channel)
+    channel: Channel
+    if mesh is not None:
+        copies = mesh.get_group()
+        channel = Channel(copies, give_up_s=give_up_s, names=dist.get_process_group_ranks(copies))
+        make_alike(module, wrapped, channel)
+    else:
+        assert members is not None
+        alike = partial(make_alike, module, wrapped)
+        channel = meet_members(members, wrapped, alike, give_up_s=give_up_s, of_replica=inside)
     source = ShardedSource(module, len(ranks))
     replica = Replica.of_ranks(channel, inside, source.inside, partial(name_of_place, module))
     return source, channel, replica

@@ -31,6 +31,7 @@ from straggle.merge.checks import (
     NO_JOIN,
     check_num_microbatches,
     clips,
+    is_sharded,
     refuse_ddp_kwargs,
     refuse_pull,
 )
@@ -111,7 +112,7 @@ class StagedDataParallel(nn.Module):
             merge or Merge(),
             {"members": members},
             own_group=mesh is not None or (process_group is not None and process_group is not dist.group.WORLD),
-            sharded=mesh is not None,
+            sharded=mesh is not None or (members is not None and any(map(is_sharded, module.parameters()))),
         )
         check_mesh(mesh, process_group=process_group, members=members)
         self._elastic = members

@@ -366,6 +366,12 @@ class MembersReport:
             stable=True,
         ),
     )
+    of: str = field(
+        default="rank",
+        metadata=described(
+            "what a member is: `rank`, or `replica` if several ranks have one copy; then all of this is by its number"
+        ),
+    )
 
     @property
     def kinds(self) -> tuple[ChangeKind, ...]:
@@ -381,12 +387,12 @@ class MembersReport:
     @property
     def what(self) -> str:
         """Which ranks left and joined, and why, in words."""
-        changes = [f"rank {rank} left: {reason}" for rank, reason in self.left.items()]
-        changes += [f"rank {rank} joined: {reason}" for rank, reason in self.joined.items()]
+        changes = [f"{self.of} {rank} left: {reason}" for rank, reason in self.left.items()]
+        changes += [f"{self.of} {rank} joined: {reason}" for rank, reason in self.joined.items()]
         return "; ".join(changes)
 
     def __str__(self) -> str:
-        return f"{self.what} ({len(self.ranks)} of {self.world_size} ranks)"
+        return f"{self.what} ({len(self.ranks)} of {self.world_size} {self.of}s)"
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain JSON values."""

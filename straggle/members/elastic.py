@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from straggle.members.agents import DONE, Exited, exited
-from straggle.members.membership import JobDone, Membership
+from straggle.members.in_replica import ALONE, InReplica
+from straggle.members.membership import JobDone, Membership, new_incarnation
 from straggle.members.view import Elastic, View
 from straggle.merge.channel import Channel, GroupsChanged, LongWait, PeerFailed
 from straggle.merge.groups import GlooGroup, ProcessGroups, is_of_peer, is_over, let_go
@@ -44,13 +45,14 @@ class MetAnew(Exception):
 class ElasticChannel(Channel):
     """The channel of a model whose ranks may leave and come back; it uses gloo and all ranks of the job.
 
-    ``comes_late``: the job has begun without this rank.
+    ``comes_late``: the job has begun without this rank. ``of_replica``: the ranks that are a member together, if that
+    is not one rank; then this is the channel of those that have the same shard of all members.
     """
 
     groups_change = True
 
-    def __init__(self, elastic: Elastic, *, give_up_s: float) -> None:
-        self._elastic = elastic
+    def __init__(self, elastic: Elastic, *, give_up_s: float, of_replica: Channel | None = None) -> None:
+        self._elastic, self._of_replica = elastic, of_replica
         self._formed: ProcessGroups | None = None
         self._made: Sequence[GlooGroup] = ()  # the groups of `formed`, by their type here
         self.generation = -1
@@ -66,6 +68,7 @@ class ElasticChannel(Channel):
                 'write dist.init_process_group("gloo"), or leave members out'
             )
         corner, _num_models = f"straggle/elastic/{_num_models}", _num_models + 1
+        inside, incarnation = self._take_place()
         store = default_store()
         check_answers(store, self.give_up_s)
         self.membership = Membership(
@@ -74,10 +77,21 @@ class ElasticChannel(Channel):
             self._elastic,
             connect=partial(connect_all, store, corner),
             exited=_ended_start,
+            inside=inside,
+            incarnation=incarnation,
         )
         self._until = time.monotonic() + self.give_up_s  # for the first view
         self.meet_members()
-        return corner
+        return f"{corner}/shard{inside.shard}" if inside.size > 1 else corner
+
+    def _take_place(self) -> tuple[InReplica, str]:
+        """This process inside of its member, and the name that all processes of the member have."""
+        if (replica := self._of_replica) is None:
+            return ALONE, new_incarnation()
+        inside = InReplica(replica.rank, replica.world_size)
+        self.rank, self.world_size = self.rank // inside.size, self.world_size // inside.size
+        self.names = [inside.rank(member) for member in range(self.world_size)]
+        return inside, replica.gather(new_incarnation(), "incarnations")[0]
 
     def meet_members(self) -> None:
         """Meet the ranks of the job, or find that it has begun. A first view that is not formed is given up.
@@ -91,7 +105,7 @@ class ElasticChannel(Channel):
                     break
                 if not left_s:
                     raise PeerFailed(
-                        f"rank {self.rank}, before step 0: the ranks of the job have not met within "
+                        f"rank {self.name}, before step 0: the ranks of the job have not met within "
                         f"give_up_s={self.give_up_s:g}"
                     )
                 membership.annul(membership.view)
@@ -166,7 +180,7 @@ class ElasticChannel(Channel):
         return True
 
     def _note_unformed(self, view: View, error: Exception) -> None:
-        _log.info("rank %d: generation %d was not formed: %s", self.rank, view.generation, error)
+        _log.info("rank %d: generation %d was not formed: %s", self.name, view.generation, error)
 
     def _drop(self, groups: Sequence[GlooGroup]) -> None:
         """Free groups on a thread of its own: that takes long, and the members wait for whoever forms the next view."""
@@ -235,7 +249,7 @@ class ElasticChannel(Channel):
                 raise self.ended
             self.membership.check_done()
             if time.monotonic() > until:
-                raise PeerFailed(f"rank {self.rank}: {what} did not come within give_up_s={self.give_up_s:g}")
+                raise PeerFailed(f"rank {self.name}: {what} did not come within give_up_s={self.give_up_s:g}")
             time.sleep(0.01)
         return found
 
@@ -248,7 +262,7 @@ class ElasticChannel(Channel):
             except RuntimeError as error:
                 self.membership.detector.connection_broke()
                 if not self.membership.chain.wait_newer(view.generation, self.give_up_s):
-                    raise PeerFailed(f"rank {self.rank}: {error}") from error
+                    raise PeerFailed(f"rank {self.name}: {error}") from error
             if self.membership.view.generation > view.generation:
                 raise GroupsChanged
 
@@ -272,7 +286,9 @@ class ElasticChannel(Channel):
             if self._is_annulled(self.membership.view):
                 raise MetAnew
             if self.generation == 0 and self.membership.view.generation > 0 and not self.membership.detector.is_on:
-                raise PeerFailed(f"{what}: {self.membership.view.said()}, while the model was wrapped")
+                raise PeerFailed(
+                    f"{what}: {self.membership.view.said(self.membership.inside.kind)}, while the model was wrapped"
+                )
             if time.monotonic() > until:
                 raise PeerFailed(self.explain(what))
             long_wait.look()
@@ -284,7 +300,7 @@ class ElasticChannel(Channel):
         if error is None or isinstance(error, PeerFailed) or self.membership.left_for_good:
             self.membership.leave_at_the_end()
         else:
-            self.membership.leave_with_an_error(self._progress.raised(self.rank, error))
+            self.membership.leave_with_an_error(self._progress.raised(self.name, error))
         # a program that caught the error may go on with another model, and there the others wait for this rank
         if isinstance(error, JobDone):
             self.membership.end(DONE)

@@ -12,6 +12,7 @@ from typing import Any
 from straggle.members.agents import Exited
 from straggle.members.connections import Connections
 from straggle.members.heartbeat import BEAT_S, Heartbeat, signs_of, step_in
+from straggle.members.in_replica import ALONE, InReplica
 from straggle.members.join_requests import JoinRequests
 from straggle.members.refill import Refill
 from straggle.members.stored_view import StoreEmptied
@@ -31,7 +32,8 @@ class FailureDetector:
     """Watches the members for one incarnation of one rank, from `start` to `stop`; it also beats at each look.
 
     ``exited(store, rank)`` is how the rank's last process ended, if an agent has reported it. At least ``least``
-    members stay when one is put out because of its link.
+    members stay when one is put out because of its link. A rank of a replica watches those of the other replicas that
+    have its shard, and the next one of its own: a replica is put out if one of its ranks is gone.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class FailureDetector:
         refill: Refill,
         least: int,
         exited: Callable[[Any, int], Exited | None],
+        inside: InReplica = ALONE,
     ) -> None:
         self.is_on = False  # whether silent members are put out: from when this rank can go on without them
         self.healing: frozenset[int] = frozenset()  # members that could give no state now; written by the merge
@@ -56,7 +59,7 @@ class FailureDetector:
         self.num_turns = 0  # looks that the thread has begun, answered or not
         self._chain, self._elastic, self._least = chain, elastic, least
         self._heartbeat, self._connections = heartbeat, connections
-        self._joins, self._refill, self._exited = joins, refill, exited
+        self._joins, self._refill, self._exited, self._inside = joins, refill, exited, inside
         self._silence = Silence(_LOOK_S)
         self._steps: dict[int, int] = {}
         self._broken_at = -math.inf
@@ -181,19 +184,24 @@ class FailureDetector:
         self._lost = lost
 
     def _watch(self, store: Any, view: View) -> None:
-        signs = self._hear(store, view, view.watched_by(self._chain.rank))
+        watched = [self._inside.rank(member) for member in view.watched_by(self._chain.rank)]
+        if self._inside.size > 1:
+            watched.append(self._inside.next_rank(self._chain.rank))
+        signs = self._hear(store, view, watched)
         now = time.monotonic()
         self._silence.look(now, signs)
         broken = now - self._broken_at < _BROKEN_S
         limit_s = min(_QUICK_S, self._elastic.suspect_s) if broken else self._elastic.suspect_s
-        silent = Leaving("silent", f"no sign of life for {limit_s:g} s")
-        gone = dict.fromkeys(self._silence.longer_than(limit_s), silent)
+        gone = {
+            self._member(rank): Leaving("silent", self._said(rank, f"no sign of life for {limit_s:g} s"))
+            for rank in self._silence.longer_than(limit_s)
+        }
         for rank in signs:
             if (ended := self._ended(store, view, rank)) is not None:
-                gone[rank] = Leaving("ended", f"its process ended {ended}")
+                gone[self._member(rank)] = Leaving("ended", self._said(rank, f"its process ended {ended}"))
         if not (broken or self._have_state(view.without(gone), view)):
-            dead = self._silence.longer_than(_DEAD_S)
-            gone = {rank: why for rank, why in gone.items() if why is not silent or rank in dead}
+            dead = set(map(self._member, self._silence.longer_than(_DEAD_S)))
+            gone = {member: why for member, why in gone.items() if why.kind != "silent" or member in dead}
         gone = {**self._leaving_by_link(view.without(gone)), **gone}
         if gone:
             self._chain.propose(store, view, view.without(gone))
@@ -209,15 +217,22 @@ class FailureDetector:
 
     def _look_from_outside(self, store: Any, view: View) -> None:
         """Learn how far the members are before this rank comes back, and whether one could let it in."""
-        signs = self._hear(store, view, view.ranks)
+        signs = self._hear(store, view, [self._inside.rank(member) for member in view.ranks])
         self._silence.look(time.monotonic(), signs)
         silent = set(self._silence.longer_than(_DEAD_S))
         self.alone = bool(signs) and all(rank in silent or self._ended(store, view, rank) for rank in signs)
 
     def _ended(self, store: Any, view: View, rank: int) -> Exited | None:
-        """How the process of this member ended, if its agent has reported it."""
-        ended = self._exited(store, rank)
-        return ended if ended is not None and ended.count >= int(view.members[rank].partition("-")[0]) else None
+        """How the process of this rank of a member ended, if its agent has reported it."""
+        ended, incarnation = self._exited(store, rank), view.members[self._member(rank)]
+        return ended if ended is not None and ended.count >= int(incarnation.partition("-")[0]) else None
+
+    def _member(self, rank: int) -> int:
+        return rank // self._inside.size
+
+    def _said(self, rank: int, words: str) -> str:
+        """Why a member leaves; of a replica, which of its ranks is the reason."""
+        return words if self._inside.size == 1 else f"rank {rank} of it: {words}"
 
     def _leaving_by_link(self, view: View) -> dict[int, Leaving]:
         own = {rank: why for rank, why in self.kept_out.items() if rank in view.members}
@@ -227,7 +242,7 @@ class FailureDetector:
         return own if self._chain.rank == min(left.ranks, default=-1) else {}  # one proposes it for all
 
     def _hear(self, store: Any, view: View, ranks: Sequence[int]) -> dict[int, str]:
-        """Read the last signs of life of these members."""
-        signs = signs_of(store, view, ranks)
+        """Read the last signs of life of these ranks."""
+        signs = signs_of(store, view, ranks, self._inside.size)
         self._steps = {rank: step_in(sign) for rank, sign in signs.items()}
         return signs

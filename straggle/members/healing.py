@@ -32,6 +32,7 @@ from straggle.merge.rank_parts import RankParts
 from straggle.merge.state.module_state import ModuleState
 from straggle.policies.history import History
 from straggle.report import HealingReport
+from straggle.source.source import GradientSource
 
 _SEND_S = 60.0
 _SAY_S = 10.0  # of waiting after a step, before it is logged
@@ -54,11 +55,12 @@ class Healing:
         regrouping: Regrouping,
         module: nn.Module,
         state: ModuleState,
+        source: GradientSource,
     ) -> None:
         self._channel, self._membership = channel, channel.membership
         self._rank, self._coordinator, self._member = rank, coordinator, member
         self._regrouping = regrouping
-        self._module, self._module_state = module, state
+        self._module, self._module_state, self._source = module, state, source
         self._registered: Mapping[str, Any] = {}
         self._arrival: _Arrival | None = None
         self._room: _Room | None = None  # for a copy of this rank's state, for a newcomer
@@ -78,7 +80,8 @@ class Healing:
     def before_step(self) -> None:
         """Between two steps: give this rank's state to a newcomer, or wait for another rank's state."""
         step = self._rank.training.step
-        self._regrouping.ask_anew()
+        if self._membership.inside.size == 1:
+            self._regrouping.ask_anew()
         if self._member.gives_state:
             self._give(step)
         else:
@@ -88,6 +91,9 @@ class Healing:
             if self._member.notice.asked and self._member.is_out:  # it is not to come back
                 break
             self._member.is_back = True
+            if self._membership.inside.size > 1:  # its replica has left, or is about to, and its process ends
+                time.sleep(0.005)
+                continue
             arrival, begins = self._arrival, self._rank.merging.takes_part_from
             if step < begins and (begins < sys.maxsize or step < self._membership.detector.furthest_step):
                 break  # its peers have made this step without this rank
@@ -118,7 +124,7 @@ class Healing:
                 _log.warning(
                     "rank %d was out in step %d, and its peers have not made step %d yet: it waits to be let in, or to "
                     "hear that their loops have ended",
-                    self._channel.rank,
+                    self._channel.name,
                     following - 1,
                     following,
                 )
@@ -140,8 +146,8 @@ class Healing:
             self._member.is_back = True  # also if it was put out because its state did not come
             if time.monotonic() > until:
                 raise PeerFailed(
-                    f"rank {self._channel.rank} has asked to be let in, and the members (ranks "
-                    f"{list(self._membership.view.ranks)}) have not answered within "
+                    f"rank {self._channel.name} has asked to be let in, and the members "
+                    f"({self._membership.inside.named(self._membership.view.ranks)}) have not answered within "
                     f"give_up_s={self._channel.give_up_s:g}"
                 )
             time.sleep(0.005)
@@ -175,7 +181,7 @@ class Healing:
             return ""
         giver, members = arrival.view.giver, self._membership.view.members
         if members.get(giver) != arrival.view.members[giver]:
-            return f"rank {giver}, which was to send it the state of the job, has left"
+            return f"{self._membership.inside.kind} {giver}, which was to send it the state of the job, has left"
         return f"the state of the job did not come: {arrival.error}" if arrival.error is not None else ""
 
     def _make_room(self) -> None:
@@ -192,7 +198,7 @@ class Healing:
         for name, value in self._registered.items():
             if name.startswith("straggle.") or isinstance(value, (nn.Module, Optimizer)):
                 states.append(value.state_dict())
-        return max(self._given_bytes, _num_bytes(states) + _OTHER_BYTES)
+        return max(self._given_bytes, _num_bytes(self._source.given(states)) + _OTHER_BYTES)
 
     def _has_room(self) -> bool:
         return (room := self._room) is not None and room.is_taken  # called by other threads too
@@ -205,7 +211,7 @@ class Healing:
         was_there = room is not None and room.has(encoded.data)
         _log.info(
             "rank %d: copied its state in %.3f s, into memory that was %s",
-            self._channel.rank,
+            self._channel.name,
             time.monotonic() - began_at,
             "there" if was_there else "taken for it",
         )
@@ -213,16 +219,19 @@ class Healing:
 
     def _state(self) -> dict[str, Any]:
         coordinator = self._coordinator
-        return {
+        of_model = {
             "module": dict(self._module.state_dict()),
             "registered": {name: value.state_dict() for name, value in self._registered.items()},
+        }
+        return {
+            **self._source.given(of_model),
             "history": coordinator.history.tensors(),
             "deadline_s": coordinator.deadline.seconds,
         }
 
     def _send(self, encoded: Encoded, step: int) -> None:
         until = time.monotonic() + _SEND_S
-        while (view := self._membership.admitted) is None or view.step < step:
+        while (view := self._membership.chain.giving) is None or view.step < step:
             if time.monotonic() > until:
                 return  # the newcomers were not let in after all
             time.sleep(0.005)
@@ -233,7 +242,8 @@ class Healing:
             try:
                 send(encoded, _pair(self._channel, view, rank, place=0), 1, pause)
             except (RuntimeError, ValueError, OSError) as error:
-                _log.warning("rank %d could not send its state to rank %d: %s", self._channel.rank, rank, error)
+                there = self._channel.names[rank]
+                _log.warning("rank %d could not send its state to rank %d: %s", self._channel.name, there, error)
 
     def _pace(self, encoded: Encoded, step: int) -> Pace:
         """The pace of a state as of ``step``: no more is to be merged meanwhile, in bytes, than the state has."""
@@ -252,13 +262,14 @@ class Healing:
             seconds, nbytes = time.monotonic() - arrival.began_at, _num_bytes(state)
             self.report = HealingReport(before.num_states + 1, before.nbytes + nbytes, before.seconds + seconds)
         self._arrival = None
-        self._module_state.load_module(state["module"])
-        for name, own in state["registered"].items():
+        of_model = self._source.taken({name: state[name] for name in ("module", "registered")})
+        self._module_state.load_module(of_model["module"])
+        for name, own in of_model["registered"].items():
             value = self._registered.get(name)
             if value is not None and (loaders_too or not hasattr(value, "__iter__")):
                 value.load_state_dict(own)
         self._member.healed(view.step, History.from_tensors(state["history"]), state["deadline_s"])
-        _log.warning("rank %d takes part again from step %d on", self._channel.rank, view.step)
+        _log.warning("rank %d takes part again from step %d on", self._channel.name, view.step)
 
 
 class _Room:

@@ -79,9 +79,9 @@ class Heartbeat:
                 self._stopping.wait(1.0)
 
 
-def signs_of(store: Any, view: View, ranks: Sequence[int]) -> dict[int, str]:
-    """Read the last signs of life of these members of a view."""
-    return {rank: peek(store, _key(rank, view.members[rank])) or _NO_SIGN for rank in ranks}
+def signs_of(store: Any, view: View, ranks: Sequence[int], size: int = 1) -> dict[int, str]:
+    """Read the last signs of life of these ranks of a view's members, which are ``size`` ranks each."""
+    return {rank: peek(store, _key(rank, view.members[rank // size])) or _NO_SIGN for rank in ranks}
 
 
 def step_in(sign: str) -> int:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from straggle.members.in_replica import ALONE, InReplica
 from straggle.members.view import Seal, View
 
 
@@ -16,11 +17,11 @@ class Refused(ValueError):
 class JoinRequests:
     """Requests by and to one incarnation of one rank. ``description``: what newcomers must share with the members.
 
-    ``wanted``: by rank, the requests to be let in that this rank has read.
+    ``wanted``: by member, the requests to be let in that this rank has read; all ranks of a member have to ask.
     """
 
-    def __init__(self, rank: int, world_size: int, incarnation: str, seal: Seal) -> None:
-        self._rank, self._world_size, self._incarnation = rank, world_size, incarnation
+    def __init__(self, rank: int, world_size: int, incarnation: str, seal: Seal, inside: InReplica = ALONE) -> None:
+        self._rank, self._world_size, self._incarnation, self._inside = rank, world_size, incarnation, inside
         self._seal = seal
         self.description = ""
         self.wanted: Mapping[int, str] = {}
@@ -28,7 +29,7 @@ class JoinRequests:
 
     def ask(self, store: Any) -> None:
         """Ask to be let in; the members answer with a view that has this incarnation, or with a refusal."""
-        key = f"join/{self._rank}"
+        key = f"join/{self._inside.rank(self._rank)}"
         store.set(key, self._seal.seal(key, json.dumps([self._incarnation, self.description])))
         store.add("joins", 1)
 
@@ -44,18 +45,26 @@ class JoinRequests:
             return
         wanted = {}
         for rank in range(self._world_size):
-            key = f"join/{rank}"
-            if not store.check([key]) or (word := self._seal.open(key, store.get(key).decode())) is None:
+            asked = [self._asked(store, each) for each in self._inside.ranks(rank)]
+            incarnation, description = asked[self._inside.shard]
+            if not incarnation or {own for own, _ in asked} != {incarnation}:
                 continue
-            incarnation, description = json.loads(word)
             if view.members.get(rank) == incarnation or rank in kept_out:
                 continue
             if why := _refusal(self.description, description):
                 refused = f"refused/{rank}/{incarnation}"
                 store.set(refused, self._seal.seal(refused, why))
             else:
-                wanted[rank] = str(incarnation)
+                wanted[rank] = incarnation
         self._number, self.wanted = number, wanted
+
+    def _asked(self, store: Any, rank: int) -> tuple[str, str]:
+        """With which incarnation a rank asks, and what it shares with the members; both empty if it does not ask."""
+        key = f"join/{rank}"
+        if not store.check([key]) or (word := self._seal.open(key, store.get(key).decode())) is None:
+            return "", ""
+        incarnation, description = json.loads(word)
+        return str(incarnation), description
 
     def hear_anew(self) -> None:
         """Read all requests once more."""
@@ -69,7 +78,8 @@ class JoinRequests:
         """Take the requests of ranks that are no members and are to be let in now."""
         new = {rank: own for rank, own in self.wanted.items() if view.members.get(rank) != own}
         for rank in new:  # or the next leader would let it in again after it has left, without a new request
-            store.delete_key(f"join/{rank}")
+            for each in self._inside.ranks(rank):
+                store.delete_key(f"join/{each}")
         self.wanted = {}  # not before: with a connection that broke they are taken again
         return new
 

@@ -14,13 +14,19 @@ from straggle.version import __version__
 
 
 def meet_members(
-    elastic: Elastic, wrapped: Wrapped, make_alike: Callable[[Channel], None], *, give_up_s: float
+    elastic: Elastic,
+    wrapped: Wrapped,
+    make_alike: Callable[[Channel], None],
+    *,
+    give_up_s: float,
+    of_replica: Channel | None = None,
 ) -> ElasticChannel:
     """The channel to the members, which have the same module and options; a rank that comes late asks nothing yet.
 
-    ``make_alike(channel)`` compares the ranks' models and gives the model of rank 0 to all.
+    ``make_alike(channel)`` compares the ranks' models and gives the model of rank 0 to all. ``of_replica``: the ranks
+    that are a member together with this one.
     """
-    channel = ElasticChannel(elastic, give_up_s=give_up_s)
+    channel = ElasticChannel(elastic, give_up_s=give_up_s, of_replica=of_replica)
     in_common = {**asdict(wrapped), "straggle": __version__}
     channel.membership.joins.description = json.dumps(in_common, sort_keys=True)
     try:

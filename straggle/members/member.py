@@ -54,6 +54,8 @@ class Member:
         self._last_telemetry = torch.empty(0)  # of the last merged step, for a member that lacks it
         self._tables: list[tuple[int, Table]] = []  # of the steps that were merged while this rank waits for its state
         self._gives_at = -1  # at the beginning of this step a newcomer gets this rank's state
+        self._admits_after = -1  # the step after which this rank's replica lets others in: its ranks have agreed on it
+        self.agreed_in = -1  # the last step that all ranks of this rank's replica have merged
 
     @property
     def is_out(self) -> bool:
@@ -212,20 +214,47 @@ class Member:
             self._note_healing(self._healing)
             self._end_healing_if_caught_up()
 
+    # -- the ranks of a replica, after each merged step; on the training thread
+
+    def asks(self, wanted: int) -> int:
+        """``wanted``, if this rank could let others in after the step that it is about to enter, and else 0."""
+        with self._lock:
+            merging = self._rank.merging
+            up_to_date = merging.step == self._rank.training.step and not merging.submitted
+            return wanted if up_to_date and not self.owes_state and self._could_admit() else 0
+
+    def answered(self, *, agreed: bool) -> None:
+        """All ranks of the replica have merged the step; ``agreed``: they let others in after the next one.
+
+        The states that they give are of one step. If another thread has merged the next step here meanwhile, members
+        are held all the same, or those of other shards would wait for the new view for ever.
+        """
+        with self._lock:
+            step = self._rank.training.step
+            self.agreed_in = step - 1
+            if agreed:
+                self._admits_after, self._gives_at = step, step + 1
+                if self._rank.merging.step > step:
+                    self._hold(step)
+
     # -- both threads, with the lock held
 
     def admits(self, current: Round) -> bool:
         """Whether ranks that ask may come in after this round's step, as far as this rank is concerned.
 
         A rank that is stood in for could not give its state, and one without memory for the copy would give it late.
-        Before the stages are planned no rank can merge with newcomers.
+        Before the stages are planned no rank can merge with newcomers. The ranks of a replica have agreed before.
         """
+        if self._membership.inside.size > 1:
+            return self._admits_after == current.step
+        return self._could_admit() and not current.stood_in
+
+    def _could_admit(self) -> bool:
         return (
             bool(self._membership.joins.wanted)
             and not self.notice.asked
             and self.has_room()
             and self._rank.stand_in.started
-            and not current.stood_in
         )
 
     def leaves(self) -> int:
@@ -264,13 +293,21 @@ class Member:
         self.notice.merged(step, table, place)
         if leaving := table.leaving_ranks():
             self._leave(step, leaving, complete=self.notes_of(current).complete)
+        elif self._admits_after == step:  # whoever else holds: without this rank nothing of the next step is merged
+            self._hold(step)
         elif table.admits() and not self.notes_of(current).complete:
-            if table.admits_of(place):
+            leads = membership.inside.size == 1 and table.admits_of(place)
+            if leads:
                 self._gives_at = step + 1
             self._freeze()  # so that nothing of the next step is in flight when newcomers come in
-            membership.chain.hold(Hold(step + 1, leads=table.admits_of(place)))
+            membership.chain.hold(Hold(step + 1, leads))
         # it has the connections of its groups, which take 10 ms each to close: not when the loop drops this round
         self.notes_of(current).last_message = None
+
+    def _hold(self, step: int) -> None:
+        """This rank's replica lets others in after ``step``: one of its ranks writes the view, for all shards."""
+        self._freeze()
+        self._membership.chain.hold(Hold(step + 1, leads=self._membership.inside.shard == 0))
 
     def _leave(self, step: int, leaving: frozenset[int], *, complete: bool) -> None:
         """These ranks leave after ``step``: the others form their groups while they compute the next one.
@@ -307,7 +344,7 @@ class Member:
         _log.warning(
             "rank %d has been in %s of step %d while %d steps were merged (max_lag=%d): it takes the state of a peer "
             "when it is back",
-            self._rank.channel.rank,
+            self._rank.channel.name,
             self._rank.stopwatch.phase,
             training.step,
             self._rank.lag,

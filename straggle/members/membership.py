@@ -23,6 +23,7 @@ from straggle.members.agents import Exited, over, post_over
 from straggle.members.connections import Connections
 from straggle.members.failure_detector import FailureDetector
 from straggle.members.heartbeat import Heartbeat, signs_of, step_in
+from straggle.members.in_replica import ALONE, InReplica
 from straggle.members.join_requests import JoinRequests
 from straggle.members.refill import Refill
 from straggle.members.stored_view import StoredView, StoreEmptied
@@ -53,12 +54,18 @@ class JobDone(PeerFailed):
     """
 
 
+def new_incarnation() -> str:
+    """The name of this process as a member, or of all processes of a replica, which are started together."""
+    return f"{os.environ.get('TORCHELASTIC_RESTART_COUNT') or 0}-{uuid.uuid4().hex[:12]}"
+
+
 class Membership:
     """The membership of one incarnation of one rank, from `begin` to `close`; any thread may use it.
 
     ``chain`` has the views, and ``detector`` watches the other members. ``connect()`` makes a connection to the job's
     store, under the prefix of this model. ``exited(store, rank)`` is how the rank's last process ended, if an agent has
-    reported it.
+    reported it. If members are replicas, ``rank`` and ``world_size`` count these, ``inside`` is this process's place in
+    its own, and all ranks of a replica have one ``incarnation``.
     """
 
     def __init__(
@@ -69,20 +76,21 @@ class Membership:
         *,
         connect: Callable[[], Any],
         exited: Callable[[Any, int], Exited | None],
+        inside: InReplica = ALONE,
+        incarnation: str = "",
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self.elastic, self.least = elastic, elastic.least(world_size)
-        self.incarnation = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT') or 0}-{uuid.uuid4().hex[:12]}"
+        self.inside, self.incarnation = inside, incarnation or new_incarnation()
         self.step = -1  # the step of this rank's merge; sent with its signs of life
-        self.admitted: View | None = None  # the last view in which this rank let others in
         self.left_for_good = False  # it left by its own will, and does not ask to be let in again
         self.why_it_ends = DONE  # what the others are told when its loop is over
         self._seal = Seal(os.environ.get("STRAGGLE_JOB_SECRET", ""))
         self.connections = Connections(connect)
-        self.joins = JoinRequests(rank, world_size, self.incarnation, self._seal)
-        self.chain = ViewChain(rank, self.incarnation, StoredView(self._seal, world_size))
-        self._refill = Refill(rank, world_size, self.least, self._seal)
-        self._heartbeat = Heartbeat(rank, self.incarnation, connect, lambda: self.step)
+        self.joins = JoinRequests(rank, world_size, self.incarnation, self._seal, inside)
+        self.chain = ViewChain(rank, self.incarnation, StoredView(self._seal, world_size), inside.kind)
+        self._refill = Refill(rank, world_size, self.least, self._seal, inside)
+        self._heartbeat = Heartbeat(inside.rank(rank), self.incarnation, connect, lambda: self.step)
         self.detector = FailureDetector(
             self.chain,
             elastic,
@@ -92,6 +100,7 @@ class Membership:
             refill=self._refill,
             least=self.least,
             exited=exited,
+            inside=inside,
         )
         self._threads: list[threading.Thread] = []
         self._spawning = threading.Lock()
@@ -116,11 +125,11 @@ class Membership:
         if self.left_for_good:
             return
         if view.is_done or (self.detector.alone and ended):
-            raise JobDone(f"rank {self.rank} comes late: ranks {ended} have ended their loops")
+            raise JobDone(f"{self._own} comes late: {self.inside.named(ended)} have ended their loops")
         if self.detector.alone:
             raise TooFewRanks(
-                f"rank {self.rank}: ranks {list(view.ranks)} were the members, and none of them gives a sign of life: "
-                "nobody has the job's state; begin from a checkpoint",
+                f"{self._own}: {self.inside.named(view.ranks)} were the members, and none of them gives a sign of "
+                "life: nobody has the job's state; begin from a checkpoint",
                 view.ranks,
             )
 
@@ -139,10 +148,11 @@ class Membership:
                 first = View(0, {r: own or "" for r, own in words.items()}, job=uuid.uuid4().hex[:12])
                 self.chain.begin(store, first)
             elif (why := over(store)) is not None:
-                raise PeerFailed(f"rank {self.rank}, before step 0: the job is over: {why}")
+                raise PeerFailed(f"{self._own}, before step 0: the job is over: {why}")
             elif time.monotonic() > until:
                 raise PeerFailed(
-                    f"rank {self.rank}, before step 0: ranks {missing} have not come within give_up_s={limit_s:g}: "
+                    f"{self._own}, before step 0: {self.inside.named(missing)} have not come within "
+                    f"give_up_s={limit_s:g}: "
                     "each has to wrap the model; one has ended, hangs, or cannot be reached"
                 )
             else:
@@ -161,15 +171,16 @@ class Membership:
         not wrapped theirs within ``limit_s``.
         """
         view, store, until = self.view, self.connections.own(), time.monotonic() + limit_s
-        keys = [f"wrapped/{view.job}/{rank}" for rank in view.ranks]
-        store.set(f"wrapped/{view.job}/{self.rank}", "")
+        ranks = [rank for member in view.ranks for rank in self.inside.ranks(member)]
+        keys = [f"wrapped/{view.job}/{rank}" for rank in ranks]
+        store.set(f"wrapped/{view.job}/{self.inside.rank(self.rank)}", "")
         while not store.check(keys):
             if self.chain.annulled == view.job:
                 return False
             if time.monotonic() > until:
-                missing = [rank for rank, key in zip(view.ranks, keys, strict=True) if not store.check([key])]
+                missing = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
                 raise PeerFailed(
-                    f"rank {self.rank}, before step 0: ranks {missing} have not wrapped the model within "
+                    f"{self._own}, before step 0: ranks {missing} have not wrapped the model within "
                     f"give_up_s={limit_s:g}"
                 )
             time.sleep(0.005)
@@ -185,8 +196,7 @@ class Membership:
         store, view = self.connections.own(), self.view
         new = self.joins.take(store, view)
         following = view.with_joined(new, step=step, giver=self.rank)  # also if none has asked: all members wait for it
-        if self.chain.propose(store, view, following):
-            self.admitted = following
+        self.chain.propose(store, view, following)
 
     def let_go(self, ranks: frozenset[int]) -> None:
         """Write the view without these ranks, which have announced that they leave."""
@@ -220,7 +230,9 @@ class Membership:
         """Leave when this rank's loop is over; first wait for a moment for the others to come as far.
 
         They may need this rank for the step that it has just ended. A store that does not answer is not waited for.
+        A replica leaves with the last of its ranks.
         """
+        self.left_for_good = True
         self.spawn(self._leave_with_the_others).join(_LINGER_S + ANSWER_S)
 
     def leave_with_an_error(self, reason: str) -> None:
@@ -240,14 +252,17 @@ class Membership:
         until = time.monotonic() + _LINGER_S
         try:
             with self.connections.lent() as store:
+                is_last = store.add(f"ended/{self.incarnation}", 1) >= self.inside.size
                 while self.is_member and time.monotonic() < until:
-                    signs = signs_of(store, self.view, self.view.ranks)
-                    if min(map(step_in, signs.values())) >= self.step:
+                    own = [self.inside.rank(member) for member in self.view.ranks]
+                    signs = signs_of(store, self.view, own, self.inside.size)
+                    if is_last and min(map(step_in, signs.values())) >= self.step:
                         break
                     time.sleep(0.02)
-            self.leave(self.why_it_ends)
+            if is_last:
+                self.leave(self.why_it_ends)
         except (RuntimeError, OSError, ValueError) as error:
-            _log.info("rank %d left without notice: %s", self.rank, error)
+            _log.info("%s left without notice: %s", self._own, error)
 
     def look(self) -> None:
         """Read the view now."""
@@ -264,11 +279,13 @@ class Membership:
 
     def publish(self, key: str, word: str) -> None:
         """Write a word for all incarnations of all ranks, unless the key has one."""
+        key = self.inside.key(key)
         sealed = self.connections.own().compare_set(key, "", self._seal.seal(key, word)).decode()
         self._refill.note(key, sealed)
 
     def published(self, key: str) -> str | None:
         """The word that was published under this key in this job, if any."""
+        key = self.inside.key(key)
         if (sealed := peek(self.connections.own(), key)) is None:
             return None
         self._refill.note(key, sealed)
@@ -276,7 +293,7 @@ class Membership:
 
     def note(self, key: str, word: str) -> None:
         """Write this again if the store is restarted."""
-        self._refill.note(key, word)
+        self._refill.note(self.inside.key(key), word)
 
     def spawn(self, target: Callable[..., None], *args: Any) -> threading.Thread:
         """Start a thread that waits for other ranks and may be abandoned; `close` waits for it for a moment."""
@@ -288,7 +305,7 @@ class Membership:
 
     def corner(self, name: str) -> str:
         """A prefix in the store that cannot be guessed without the job's secret."""
-        return self._seal.seal(name, "").strip()
+        return self._seal.seal(self.inside.key(name), "").strip()
 
     def end(self, why: str) -> None:
         """Report that the job is over: a restarted rank would wait for members that are not there."""
@@ -302,6 +319,11 @@ class Membership:
         for thread in (*self.detector.threads, *self._heartbeat.threads, *self._threads):
             if thread is not threading.current_thread():
                 thread.join(max(0.0, until - time.monotonic()))
+
+    @property
+    def _own(self) -> str:
+        """This process in messages."""
+        return f"rank {self.inside.rank(self.rank)}"
 
     def _open(self, store: Any, key: str) -> str | None:
         return self._seal.open(key, store.get(key).decode())

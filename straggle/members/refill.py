@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from straggle.members.in_replica import ALONE, InReplica
 from straggle.members.view import Seal, View
 from straggle.merge.store import peek
 
@@ -42,8 +43,8 @@ def following(known: Mapping[int, View], waited_s: float, *, least: int) -> View
 class Refill:
     """This rank's part in filling the store: one thread fills, and any thread notes what is to be written again."""
 
-    def __init__(self, rank: int, world_size: int, least: int, seal: Seal) -> None:
-        self._rank, self._world_size, self._least = rank, world_size, least
+    def __init__(self, rank: int, world_size: int, least: int, seal: Seal, inside: InReplica = ALONE) -> None:
+        self._rank, self._world_size, self._least, self._inside = rank, world_size, least, inside
         self._seal = seal
         self._words: dict[str, str] = {}  # as they lie in the store
         self._began_at: float | None = None
@@ -59,7 +60,7 @@ class Refill:
             _log.warning("rank %d: the job's store was restarted; its members write again what it had", self._rank)
         for key, word in list(self._words.items()):
             store.compare_set(key, "", word)
-        key = f"known/{self._rank}"
+        key = f"known/{self._inside.rank(self._rank)}"
         store.set(key, self._seal.seal(key, view.encode()))
         known = {rank: own for rank in range(self._world_size) if (own := self._known(store, rank, view.job))}
         waited_s = time.monotonic() - self._began_at
@@ -78,7 +79,7 @@ class Refill:
 
     def _known(self, store: Any, rank: int, job: str) -> View | None:
         """The newest view of this job that a rank knows, if it has written one."""
-        key = f"known/{rank}"
+        key = f"known/{self._inside.rank(rank)}"
         if (sealed := peek(store, key)) is None or (word := self._seal.open(key, sealed)) is None:
             return None
         view = View.decode(word, self._world_size)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +18,7 @@ from straggle.members.member import Member
 from straggle.members.membership import TooFewRanks
 from straggle.members.view import Leaving, MergeProgress, Silence, View, progress_length, repair
 from straggle.members.view_chain import Hold
-from straggle.merge.channel import GroupsChanged
+from straggle.merge.channel import GroupsChanged, PeerFailed
 from straggle.merge.store import StoreUnreachable
 from straggle.report import MembersReport
 
@@ -26,6 +28,8 @@ _ASK_AGAIN_S = 2.0
 _STUCK_S = 12.0  # in one request to the store; connecting succeeds or fails in less
 _ANSWERS, _TURNS = 0, 1  # keys of the store's silence: its answers, and requests that end
 _LEADER_S = 0.1  # for the member that leads to write a view that all of them know
+_REPLICA_S = 0.5  # after the merge of a step, for all ranks of a replica to have it, before the members change
+_END_S = 5.0  # for a process whose replica has left to end by itself
 _RETURN_S = 10.0  # within which a returning rank is not counted as missing
 
 _log = logging.getLogger(__name__)
@@ -90,6 +94,8 @@ class Regrouping:
                 self._member.end(error)
                 if isinstance(error, TooFewRanks):
                     self._membership.end(str(error))
+                if self._membership.inside.size > 1:
+                    threading.Thread(target=_end_process, args=(error,), name="straggle-end", daemon=True).start()
 
     def _look(self) -> None:
         """Do what is due now, or wait for a moment."""
@@ -118,7 +124,7 @@ class Regrouping:
             self._silence.forget(_TURNS)
         if _ANSWERS in self._silence.longer_than(self._channel.give_up_s):
             raise StoreUnreachable(
-                f"rank {self._channel.rank}, step {membership.step}: {self._channel.store.place} has not "
+                f"rank {self._channel.name}, step {membership.step}: {self._channel.store.place} has not "
                 f"answered for give_up_s={self._channel.give_up_s:g}, and without it members cannot change"
             )
 
@@ -146,6 +152,7 @@ class Regrouping:
             self._member.put_out()
             self._say_why(view)
             self._channel.generation = view.generation
+            self._end_with_replica(view)
             return
         if self._asked_at is not None and not self._member.is_out:
             self._member.put_out()  # the view that put this rank out was skipped: this newer one was there first
@@ -167,6 +174,21 @@ class Regrouping:
             return
         self._report(view, time.monotonic() - began_at)
 
+    def _end_with_replica(self, view: View) -> None:
+        """Raise `PeerFailed` if this rank's replica was a member: without one of its ranks no other can go on.
+
+        What it had in common with them, such as FSDP's own groups, is made only when all of them are started.
+        """
+        membership = self._membership
+        if membership.inside.size > 1 and membership.chain.was_member:
+            change = membership.chain.changes.get((membership.rank, False))
+            raise PeerFailed(
+                f"rank {self._channel.name}, step {membership.step}: its replica, ranks "
+                f"{list(membership.inside.ranks(membership.rank))}, has left in generation {view.generation}"
+                f"{f' ({change.reason})' if change else ''}: start all ranks of the replica again, together (straggle "
+                f"launch --replica-size {membership.inside.size})"
+            )
+
     def _say_why(self, view: View) -> None:
         """Log why this rank is no longer a member, if others have put it out."""
         changes = view.changes_since(self._reported, dict(self._membership.chain.changes))
@@ -174,7 +196,11 @@ class Regrouping:
         for change in changes:
             if change.rank == self._channel.rank and not change.joined and change.kind != "done":
                 _log.warning(
-                    "rank %d is no member from generation %d on: %s", change.rank, view.generation, change.reason
+                    "%s %d is no member from generation %d on: %s",
+                    self._membership.inside.kind,
+                    change.rank,
+                    view.generation,
+                    change.reason,
                 )
 
     def _report(self, view: View, seconds: float) -> None:
@@ -191,16 +217,18 @@ class Regrouping:
                     joined={change.rank: change.reason for change in changes if change.joined},
                     seconds=seconds,
                     left_kinds={change.rank: change.kind for change in changes if not change.joined},
+                    of=self._membership.inside.kind,
                 )
             )
 
     def _check_number(self, view: View, *, with_returning: bool) -> None:
         membership = self._membership
         membership.check_done()
+        kind = membership.inside.kind
         if view.shortfall(membership.least, with_returning=with_returning):
             raise TooFewRanks(
-                f"rank {self._channel.rank}, step {membership.step}: {len(view.members)} of {membership.world_size} "
-                f"ranks are left ({view.said()}), and the job goes on with {membership.least} at least "
+                f"rank {self._channel.name}, step {membership.step}: {len(view.members)} of {membership.world_size} "
+                f"{kind}s are left ({view.said(kind)}), and the job goes on with {membership.least} at least "
                 "(Elastic.min_ranks)",
                 view.ranks,
             )
@@ -215,6 +243,10 @@ class Regrouping:
             rank: MergeProgress.decode(numbers.tolist()) for rank, numbers in zip(view.ranks, gathered, strict=True)
         }
         way = repair(known)
+        if progress.step < 0 and way.step > view.step:  # its state would lack steps that are merged already
+            late = "returns: the members went on before its replica was let in"
+            self._membership.leave(Leaving("returns", late), for_good=False)
+            raise GroupsChanged
         telemetry = torch.empty(0)
         if way.completed is not None:
             telemetry = self._member.telemetry_of(way.completed)
@@ -226,6 +258,7 @@ class Regrouping:
         membership = self._membership
         began = time.monotonic()
         if held.leads and not held.leaving and not self._has_come(held):
+            self._await_replica(held.step, began + _REPLICA_S)
             membership.admit(held.step)
         while not self._has_come(held) and (waited_s := time.monotonic() - began) < 5.0:
             if held.leaving and (held.leads or waited_s > _LEADER_S):
@@ -240,3 +273,16 @@ class Regrouping:
         if held.leaving:
             return not held.leaving & set(self._membership.view.members)
         return self._membership.view.generation > self._channel.generation
+
+    def _await_replica(self, step: int, until: float) -> None:
+        """Wait until all ranks of this one's replica are at ``step``: others' gradients may be on their way there."""
+        while self._membership.inside.size > 1 and self._member.agreed_in < step - 1 and time.monotonic() < until:
+            time.sleep(0.002)
+
+
+def _end_process(error: BaseException) -> None:
+    """End this process, if it does not end by itself: it may hang in a collective of the user's, which has no end."""
+    time.sleep(_END_S)
+    _log.error("%s; this process has not ended by itself in %g s, and is ended", error, _END_S)
+    sys.stderr.flush()
+    os._exit(1)

@@ -170,9 +170,9 @@ class View:
         known = {**known, **{(rank, False): Change.left(rank, DONE) for rank in self.ended}}
         return tuple(known.get(which, Change(*which, "not known")) for which in changed)
 
-    def said(self) -> str:
-        """The changes in words."""
-        return "; ".join(f"rank {c.rank} {'came in' if c.joined else 'left'}: {c.reason}" for c in self.changes)
+    def said(self, kind: str = "rank") -> str:
+        """The changes in words; ``kind``: what a member is."""
+        return "; ".join(f"{kind} {c.rank} {'joined' if c.joined else 'left'}: {c.reason}" for c in self.changes)
 
     def watched_by(self, rank: int) -> tuple[int, ...]:
         """The members that ``rank`` watches: those that follow it in the ring of members."""

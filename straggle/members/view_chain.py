@@ -26,8 +26,10 @@ class Hold(NamedTuple):
 class ViewChain:
     """The views of one incarnation of one rank; any thread may use it. ``store`` is a connection to the job's store."""
 
-    def __init__(self, rank: int, incarnation: str, stored: StoredView) -> None:
-        self.rank, self.incarnation = rank, incarnation
+    def __init__(self, rank: int, incarnation: str, stored: StoredView, kind: str = "rank") -> None:
+        self.rank, self.incarnation, self._kind = rank, incarnation, kind
+        self.giving: View | None = None  # the last view that was seen in which this member gives its state to others
+        self.was_member = False  # in a view that was seen
         self.held: Hold | None = None  # what the members wait for before they begin their next step
         self.annulled = ""  # the job of a first view that was given up before it had begun
         self.changes: dict[tuple[int, bool], Change] = {}  # how each rank left and joined last, in views that were seen
@@ -76,7 +78,7 @@ class ViewChain:
             self.annul(store, view)  # it names a process of this rank that is gone: the ranks would never meet
             return False
         with self._changed:
-            self._view = view
+            self._view, self.was_member = view, self.is_in(view)
         return True
 
     def begin(self, store: Any, first: View) -> None:
@@ -95,8 +97,8 @@ class ViewChain:
         """Propose the next view; returns whether it was accepted. Either way, the accepted view is seen then."""
         if is_next := self.replace(store, old, new):
             level = logging.DEBUG if all(change.kind == "done" for change in new.changes) else logging.WARNING
-            words = "; ".join(f"rank {c.rank} {'joined' if c.joined else 'left'}: {c.reason}" for c in new.changes)
-            _log.log(level, "generation %d, ranks %s: %s", new.generation, list(new.ranks), words)
+            words = new.said(self._kind)
+            _log.log(level, "generation %d, %ss %s: %s", new.generation, self._kind, list(new.ranks), words)
         self.look(store)
         return is_next
 
@@ -110,6 +112,9 @@ class ViewChain:
             known = self._view
             if known is None or (view.generation, view.begun) > (known.generation, known.begun):
                 self._view = view
+                self.was_member |= self.is_in(view)
+                if view.giver == self.rank and (self.giving is None or view.step > self.giving.step):
+                    self.giving = view
                 self.changes.update({(change.rank, change.joined): change for change in view.changes})
                 self._changed.notify_all()
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
+from straggle.members.ask_replica import AskReplica
 from straggle.members.completion import MembersCompletion
 from straggle.members.elastic import ElasticChannel
 from straggle.members.healing import Healing
@@ -14,13 +16,18 @@ from straggle.members.member import Member
 from straggle.members.put_out import PutOut
 from straggle.members.regrouping import Regrouping
 from straggle.members.view import NOTICE
+from straggle.merge.channel import PeerFailed
 from straggle.merge.coordinator import Coordinator
+from straggle.merge.groups import is_of_peer
 from straggle.merge.rank_parts import RankParts
 from straggle.merge.round import Round
 from straggle.merge.state.module_state import ModuleState
 from straggle.merge.telemetry import Row
 from straggle.merge.wing import Wing
 from straggle.report import HealingReport, MembersReport
+from straggle.source.source import GradientSource
+
+_GONE_S = 1.5  # more than what it takes to suspect a rank whose connection broke
 
 OnChanged = Callable[[MembersReport], None]
 
@@ -52,14 +59,24 @@ class Members(Wing):
         on_changed: OnChanged,
         begin_with_plan: Callable[[list[int], list[float]], None],
         shared: Mapping[str, Any],
+        source: GradientSource,
     ) -> None:
         """Connect the coordinator. ``shared``: objects of the library whose state a returning rank needs."""
         self._coordinator, self._begin_with_plan = coordinator, begin_with_plan
-        self.member.links = PutOut(self.channel.membership, num_bytes=coordinator.num_bytes)
+        of_links: dict[str, Any] = {}
+        vote = self._rank.replica.vote
+        if vote is None or self.channel.membership.inside.size == 1:
+            self.member.links = of_links["straggle.links"] = PutOut(
+                self.channel.membership, num_bytes=coordinator.num_bytes
+            )
+        else:  # each shard has links of its own: no replica is put out because of them
+            vote.question = AskReplica(self.member, self.channel.membership)
         self.regrouping = Regrouping(self.channel, self.member, max_buckets=max_buckets)
         self.regrouping.on_changed = on_changed
-        self.healing = Healing(self.channel, self._rank, coordinator, self.member, self.regrouping, module, state)
-        self.healing.register({"straggle.links": self.member.links, **shared})
+        self.healing = Healing(
+            self.channel, self._rank, coordinator, self.member, self.regrouping, module, state, source
+        )
+        self.healing.register({**of_links, **shared})
         if self.comes_late:
             self.member.put_out()
 
@@ -143,10 +160,20 @@ class Members(Wing):
     def failed(self, what: str) -> None:
         """Leave the members, so that the peers go on."""
         membership = self.channel.membership
+        if membership.inside.size > 1 and (PeerFailed.__name__ in what or is_of_peer(RuntimeError(what))):
+            self._await_view_without_replica()  # which names the rank that is gone, as this error does not
         membership.leave_with_an_error(what)
         if not membership.is_member:
             # at once: otherwise its next step could begin before the other thread has seen the new view
             self.member.put_out()
+
+    def _await_view_without_replica(self) -> None:
+        """A collective inside of the replica broke: raise `PeerFailed` if the members find a rank of it gone soon."""
+        membership, until = self.channel.membership, time.monotonic() + _GONE_S
+        membership.detector.connection_broke()
+        while time.monotonic() < until and (membership.is_member or self.channel.ended is None):
+            time.sleep(0.01)
+        self._rank.check_ended()
 
     def close(self) -> None:
         """End the thread that follows the members."""

@@ -50,8 +50,23 @@ class Inside(Protocol):
         """Seconds that it has waited there in this step, and in those before it that this one goes on."""
 
 
+class Question(Protocol):
+    """What an optional part asks the ranks of its replica after each merged step; on the training thread."""
+
+    def __call__(self) -> int:
+        """This rank's word, from 0 to 2**20; 0: no."""
+
+    def answered(self, *, agreed: bool) -> None:
+        """All ranks of the replica have this step merged; ``agreed``: they have said the same, and not no."""
+
+
 class Vote(Protocol):
-    """Whether a replica leaves its step. All of its ranks ask at the same places, and are told the same."""
+    """Whether a replica leaves its step. All of its ranks ask at the same places, and are told the same.
+
+    ``question``: what they are asked with each merged step beside that.
+    """
+
+    question: Question | None
 
     def begin(self, step: int, *, stood_in: bool) -> None:
         """This step begins; ``stood_in``: this rank was, in the one before."""
@@ -153,6 +168,7 @@ class UnitVote:
     ) -> None:
         self._channel, self._place_name, self._inside, self._names = channel, place_name, inside, names
         self._tell = tell
+        self.question: Question | None = None
         self._num_steps = self._step = 0
         self._number = 0  # of the question
         self._spare, self._words = (_Words(channel.rank, channel.world_size) for _ in range(2))  # they take turns
@@ -203,7 +219,11 @@ class UnitVote:
         numbers = [*waited_s, *pairs, *[0.0] * (2 * MAX_SCALARS - len(pairs))]
         own = torch.zeros(self._channel.world_size, len(numbers), dtype=torch.float64)
         own[self._channel.rank] = torch.tensor(numbers, dtype=torch.float64)
-        marks, squares, *rest = self._sum(torch.cat([torch.tensor([mark, mark * mark]), own.flatten()]), _MERGED)
+        word = 0 if self.question is None else self.question()
+        said = torch.tensor([mark, mark * mark, word, word * word])
+        marks, squares, words, of_words, *rest = self._sum(torch.cat([said, own.flatten()]), _MERGED)
+        if self.question is not None:
+            self.question.answered(agreed=words > 0 and self._channel.world_size * of_words == words * words)
         by_rank = [rest[first : first + len(numbers)] for first in range(0, len(rest), len(numbers))]
         waits, means = [row[: len(waited_s)] for row in by_rank], means_of(row[len(waited_s) :] for row in by_rank)
         if not (alike := self._channel.world_size * squares == marks * marks):

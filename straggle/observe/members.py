@@ -71,6 +71,7 @@ def _change(record: Mapping[str, Any]) -> tuple[float, MembersReport]:
         joined={int(rank): str(reason) for rank, reason in record["joined"].items()},
         seconds=float(record["seconds"]),
         left_kinds={int(rank): kind for rank, kind in record["left_kinds"].items()},
+        of=record.get("of", "rank"),
     )
 
 

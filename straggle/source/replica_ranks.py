@@ -11,6 +11,26 @@ from straggle.backward.stages import trainable
 from straggle.source.fsdp2 import check_version, is_copied, offloads, places_of, shard_of, units_of
 
 
+def ranks_in_a_row(module: nn.Module) -> list[int]:
+    """The ranks over which ``module`` is sharded on this rank, if no mesh has the ranks of several replicas.
+
+    Those follow from the size of one: the first ranks of the job, the next ones, and so on. Raises ``ValueError`` if
+    they are others, or the module is not sharded as a whole.
+    """
+    check_version()
+    over = {name: _ranks(own.device_mesh) for name, own in trainable(module) if isinstance(own, DTensor)}
+    name, replica = max(over.items(), key=lambda item: len(item[1]))
+    size, rank, world = len(replica), dist.get_rank(), dist.get_world_size()
+    ranks = list(range(first := rank // size * size, first + size))
+    if sorted(replica) != ranks or world % size:
+        raise ValueError(
+            f"parameter {name} is sharded over ranks {sorted(replica)} of {world}, and without mesh= all replicas "
+            "are as many ranks, one after the other: write fully_shard(..., mesh=straggle.replica_mesh())"
+        )
+    _check_units(module, size)
+    return ranks
+
+
 def ranks_of_replica(module: nn.Module, mesh: DeviceMesh) -> list[int]:
     """The ranks over which ``module`` is sharded on this rank; ``mesh`` has the ranks with the same shards.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +95,14 @@ class ReplicatedSource:
         """Each merged gradient becomes its parameter's ``p.grad``."""
         for parameter, gradient in zip(self.all, gradients, strict=True):
             parameter.grad = gradient
+
+    def given(self, state: Any) -> Any:
+        """As it is: each rank has all of it."""
+        return state
+
+    def taken(self, state: Any) -> Any:
+        """As it came."""
+        return state
 
     def of_parameters(self, gradients: Mapping[int, Tensor]) -> Sequence[tuple[nn.Parameter, Tensor]]:
         """Some parameters with their merged gradients."""

@@ -102,6 +102,19 @@ class ShardedSource(ReplicatedSource):
         for shard, gradient in zip(self._shards, gradients, strict=True):
             shard.grad = gradient
 
+    def given(self, state: Any) -> Any:
+        """This rank's shards of it, as plain tensors."""
+        from straggle.source.given_state import given
+
+        reshard(self._units)
+        return given(state, self._module.parameters())
+
+    def taken(self, state: Any) -> Any:
+        """The same shards, as this rank's."""
+        from straggle.source.given_state import taken
+
+        return taken(state, [*self._module.parameters()])
+
     def of_parameters(self, gradients: Mapping[int, Tensor]) -> Sequence[tuple[nn.Parameter, Tensor]]:
         return [(self.all[index], around(gradient, self.all[index])) for index, gradient in gradients.items()]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -115,6 +115,12 @@ class GradientSource(Protocol):
 
     def place(self, gradients: Sequence[Tensor | None]) -> None:
         """Give every parameter its merged gradient, one for each slot; ``None``: it has none in this step."""
+
+    def given(self, state: Any) -> Any:
+        """A state of model and optimizer as it is sent to the rank with the same slots in another replica."""
+
+    def taken(self, state: Any) -> Any:
+        """What `given` was called with there, as a state of this rank."""
 
     def of_parameters(self, gradients: Mapping[int, Tensor]) -> Sequence[tuple[nn.Parameter, Tensor]]:
         """Some parameters with their merged gradients, as an optimizer reads them."""

@@ -60,6 +60,7 @@ def test_public_names_are_pinned():
         "Watch",
         "Zero",
         "measure_stages",
+        "replica_mesh",
         "watch",
     ]
     assert all(hasattr(straggle, name) for name in straggle.__all__)

@@ -114,7 +114,7 @@ CASES: dict[Callable[[], None], str] = {
     offloaded: "leave offload_policy out",
     of_the_first_kind: "shard the model by fully_shard()",
     with_a_group: "mesh= and process_group=: the mesh has the group over which replicas are merged",
-    with_members: "mesh= and members=: a sharded replica cannot leave and come back yet",
+    with_members: "so write fully_shard(..., mesh=straggle.replica_mesh()); leave mesh= out",
     of_an_old_torch: "has no FSDPModule.reset_iter_state",
     joining: "give all ranks the same number of batches",
     pulling: "write model.step(num_microbatches=n)",

@@ -84,8 +84,9 @@ class Job:
         environment: dict[str, str],
         network: Network | None,
         served: bool,
+        replica_size: int,
     ) -> None:
-        self.folder, self.world_size = folder, world_size
+        self.folder, self.world_size, self.replica_size = folder, world_size, replica_size
         self.board = Board(folder / "board", world_size)
         self._environment, self._network = environment, network
         self._store_host: Any = None
@@ -117,12 +118,18 @@ class Job:
             place = ("", "127.0.0.1", self._port)
         if self._network is not None:
             place = (self._network.names[rank], self._network.addresses[-1], self._port)
-        start = (theirs, rank, self.world_size, self._starts[rank], str(self.folder), payload, environment, place)
+        number, replica = self._starts[rank], rank // self.replica_size
+        corner = f"start/{replica}/{number}" if number else "start"
+        start = (theirs, rank, self.world_size, number, str(self.folder), payload, environment, place, corner)
         process = _context.Process(target=_member_main, args=start, daemon=True)
         process.start()
         theirs.close()
         self._starts[rank] += 1
         self._processes[rank], self._connections[rank] = process, ours
+
+    def process(self, rank: int) -> Any:
+        """The process of a rank that was started last."""
+        return self._processes[rank]
 
     def start_store(self) -> None:
         """Start the server that is the job's store, for the first time or again: it is empty, and where it was."""
@@ -238,14 +245,15 @@ def run_job(
     environment: dict[str, str] | None = None,
     network: Network | None = None,
     served: bool = False,
+    replica_size: int = 1,
 ) -> Iterator[Job]:
     """A job of so many ranks, each of which runs ``function(rank, board, *args)``; it ends with the block.
 
     In a ``network`` each rank is on a host of its own, and the store is a server on the last host. ``served``: the
-    store is a server on this one.
+    store is a server on this one. ``replica_size`` ranks are a replica, and are started together.
     """
     with tempfile.TemporaryDirectory() as folder:
-        job = Job(Path(folder), world_size, function, args, environment or {}, network, served)
+        job = Job(Path(folder), world_size, function, args, environment or {}, network, served, replica_size)
         try:
             for rank in range(world_size):
                 job.start(rank)
@@ -263,6 +271,7 @@ def _member_main(
     payload: bytes,
     environment: dict[str, str],
     place: tuple[str, str, int] | None,
+    corner_name: str,
 ) -> None:
     gc.freeze()
     os.environ.update({"GLOO_SOCKET_IFNAME": "lo", "TORCH_GLOO_LAZY_INIT": "1", **environment})
@@ -280,7 +289,7 @@ def _member_main(
                 enter(place[0])
             store = dist.TCPStore(place[1], place[2], is_master=False)
         store.set_timeout(timedelta(seconds=60))
-        corner = dist.PrefixStore(f"start/{rank}/{start}" if start else "start", store)  # type: ignore[attr-defined]
+        corner = dist.PrefixStore(corner_name, store)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=corner, rank=rank, world_size=world_size)
         try:
             function, args = pickle.loads(payload)

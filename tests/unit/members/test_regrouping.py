@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+from straggle.members.in_replica import ALONE
 from straggle.members.join_requests import JoinRequests
 from straggle.members.regrouping import Regrouping
 from straggle.members.view import Leaving, MergeProgress, Seal, View
@@ -29,6 +30,7 @@ class FollowedOnce:
             joins=SimpleNamespace(ask=lambda _: None),
             connections=SimpleNamespace(own=lambda: None),
             check_done=lambda: None,
+            inside=ALONE,
         )
         self.channel = SimpleNamespace(membership=membership, generation=0, rank=1, give_up_s=60.0, form=self._form)
         notice = SimpleNamespace(look=lambda _: None, has_left=has_left, asked=has_left)

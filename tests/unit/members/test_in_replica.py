@@ -1,0 +1,101 @@
+"""Members that are replicas: whose requests count, and what their ranks say to each other."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from straggle.members.agents import Exited
+from straggle.members.ask_replica import AskReplica
+from straggle.members.in_replica import ALONE, InReplica
+from straggle.members.join_requests import JoinRequests
+from straggle.members.membership import Membership
+from straggle.members.view import Elastic, Seal, View
+
+SEAL = Seal("secret")
+LIMIT_S = 20.0
+VIEW = View(0, {0: "a", 1: "b"})
+
+
+def test_ranks_of_a_member_are_one_after_the_other() -> None:
+    inside = InReplica(shard=1, size=3)
+    assert list(inside.ranks(2)) == [6, 7, 8]
+    assert (inside.rank(2), inside.next_rank(2), InReplica(2, 3).next_rank(2)) == (7, 8, 6)
+    assert (ALONE.rank(2), list(ALONE.ranks(2)), ALONE.key("plan")) == (2, [2], "plan")
+    assert inside.key("plan") != InReplica(0, 3).key("plan")
+
+
+def test_replica_is_wanted_when_all_of_its_ranks_have_asked_as_one() -> None:
+    store = dist.HashStore()
+    asking = [JoinRequests(1, 2, name, SEAL, InReplica(shard, 2)) for shard, name in ((0, "new"), (1, "new"))]
+    leader = JoinRequests(0, 2, "a", SEAL, InReplica(1, 2))
+
+    def wanted() -> dict[int, str]:
+        leader.hear(store, VIEW, ())
+        return dict(leader.wanted)
+
+    asking[0].ask(store)
+    assert wanted() == {}
+    JoinRequests(1, 2, "older", SEAL, InReplica(1, 2)).ask(store)  # of a process that is gone
+    assert wanted() == {}
+    asking[1].ask(store)
+    assert wanted() == {1: "new"}
+    assert leader.take(store, VIEW) == {1: "new"}
+    leader.hear_anew()
+    assert wanted() == {}
+
+
+def ask(wanted: dict[int, str], *, healing: frozenset[int] = frozenset(), rank: int = 0) -> int:
+    membership = SimpleNamespace(
+        view=VIEW, rank=rank, joins=SimpleNamespace(wanted=wanted), detector=SimpleNamespace(healing=healing)
+    )
+    return AskReplica(SimpleNamespace(asks=lambda number: number), membership)()  # type: ignore[arg-type]
+
+
+def test_ranks_of_a_replica_say_the_same_if_they_would_let_in_the_same() -> None:
+    assert ask({2: "c", 1: "d"}) == ask({1: "d", 2: "c"}) != ask({2: "c"})
+    assert 0 < ask({2: "c"}) < 2**20
+
+
+@pytest.mark.parametrize(
+    "word",
+    [ask({}), ask({1: "b"}), ask({2: "c"}, healing=frozenset({0})), ask({2: "c"}, rank=1)],
+    ids=["nobody asks", "a member already", "it is healed itself", "another leads"],
+)
+def test_rank_says_no_if_it_would_let_nobody_in(word: int) -> None:
+    assert word == 0
+
+
+@pytest.mark.parametrize(("number", "notices"), [(1, True), (2, True), (0, False)])
+def test_end_of_a_rank_puts_out_its_replica_and_is_seen_by_its_shard_and_inside(number: int, notices: bool) -> None:
+    store, ended = dist.HashStore(), dict[int, Exited]()
+    ranks = [
+        Membership(
+            rank // 2,
+            2,
+            Elastic(min_ranks=1),
+            connect=lambda: store,
+            exited=lambda _, rank: ended.get(rank),
+            inside=InReplica(rank % 2, 2),
+            incarnation=f"0-{rank // 2}",
+        )
+        for rank in (0, 1, 2, 3)
+    ]
+    first = View(0, {0: "0-0", 1: "0-1"}, job="j", begun=True)
+    ranks[0].chain.begin(store, first)
+    for one in ranks:
+        one.chain.look(store)
+    ended[3] = Exited(0, 1.0, signal="SIGKILL")
+    watching, until = ranks[number], time.monotonic() + LIMIT_S
+    watching.detector.is_on = True
+    watching.detector.start()
+    while watching.view == first and watching.detector.num_looks < 3:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    watching.close()
+    assert [(change.rank, change.reason) for change in watching.view.changes] == (
+        [(1, "rank 3 of it: its process ended by SIGKILL, after 1.0 s")] if notices else []
+    )
