@@ -17,13 +17,14 @@ class Job:
     from a process that has (``preload``).
     """
 
-    def __init__(self, ranks, script, *arguments, end=None, preload=False):
+    def __init__(self, ranks, script, *arguments, end=None, preload=False, replica_size=1):
         self.ranks = ranks
         self._folder = tempfile.TemporaryDirectory()
         self.folder = Path(self._folder.name)
         command = [sys.executable, "-m", "straggle", "launch", "--nproc-per-node", str(ranks), "--run-dir"]
         command += [str(self.folder), "--restart-delay-s", "0", "--max-restarts", "100000"]
         command += ["--preload", "torch,straggle"] if preload else []
+        command += ["--replica-size", str(replica_size)]
         command += ["--log-dir", str(self.folder / "logs"), script, *arguments, "--folder", str(self.folder)]
         if end is not None:
             self.end_at(end)
@@ -155,5 +156,6 @@ def digest(module):
 
     content = hashlib.sha256()
     for value in module.state_dict().values():
-        content.update(value.numpy().tobytes())
+        own = value.to_local() if hasattr(value, "to_local") else value  # this rank's shard
+        content.update(own.numpy().tobytes())
     return content.hexdigest()[:16]
