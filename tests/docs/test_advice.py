@@ -44,6 +44,26 @@ HELP = {
 GROUPS = "tests/ranks/test_advice_data.py::test_process_group_is_made_as_the_texts_say"
 # followed by tests of their own: words of the text, and the test
 ELSEWHERE = {
+    "start all ranks of the replica again, together": (
+        "tests/ranks/test_replica_members.py::test_replica_of_a_killed_rank_leaves_and_comes_back_with_the_others_state"
+    ),
+    "start the script by `straggle launch --nproc-per-node N --replica-size S`": (
+        "tests/docs/test_docs.py::test_replicas_example_goes_on_without_the_replica_whose_rank_dies"
+    ),
+    "for one that comes back, so write fully_shard(..., mesh=straggle.replica_mesh())": (
+        "tests/docs/test_docs.py::test_replicas_example_goes_on_without_the_replica_whose_rank_dies"
+    ),
+    "leave init_process_group() out": "tests/ranks/test_replica_members.py::test_mesh_of_a_replica_says_what_it_needs",
+    "shard it as a parameter, or keep it out of what you register": (
+        "tests/ranks/test_replica_members.py::"
+        "test_state_is_given_as_shards_and_what_is_sharded_as_no_parameter_is_refused"
+    ),
+    "one after the other: write fully_shard(..., mesh=straggle.replica_mesh())": (
+        "tests/ranks/test_replica_members.py::test_replicas_of_other_ranks_are_refused"
+    ),
+    "so --nproc-per-node must be a multiple of it": (
+        "tests/unit/commands/test_launch_options.py::test_replica_that_would_be_on_two_nodes_is_refused"
+    ),
     "no checkpoint in {}: start without resume=true first": (
         "tests/ranks/test_checkpoint.py::test_loading_what_is_not_there_is_refused"
     ),

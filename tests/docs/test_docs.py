@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import run_ranks, started_command
 from repository import ROOT
 from torch import nn
 from torchrun import started_torchrun
@@ -279,6 +279,18 @@ def test_sharded_example_runs_on_four_ranks_and_the_replica_of_the_slow_one_is_l
     assert all("shards identical" in words for words in printed)
 
 
+@pytest.mark.slow
+def test_replicas_example_goes_on_without_the_replica_whose_rank_dies(tmp_path: Path) -> None:
+    words = ["--nproc-per-node=4", "--replica-size=2", "--preload=torch", ROOT / "examples" / "replicas_loop.py"]
+    with started_command("launch", *words, folder=tmp_path) as job:
+        assert job.status(240.0) == 0, job.log.read_text()
+    printed = job.log.read_text()
+    assert "replica 1 left: rank 3 of it: its process ended by SIGKILL" in printed
+    assert "replica 1 joined: came back (2 of 2 replicas)" in printed
+    sizes = dict(re.findall(r"rank (\d): trained .* ([\d.]+)", printed))
+    assert (sizes["0"], sizes["1"]) == (sizes["2"], sizes["3"])
+
+
 def test_ddp_loop_runs_as_a_single_process() -> None:
     (printed,) = run_ranks(printed_by, 1, (ROOT / "examples" / "ddp_loop.py").read_text())
     assert "step 50" in printed
@@ -286,7 +298,7 @@ def test_ddp_loop_runs_as_a_single_process() -> None:
 
 
 def test_examples_name_the_command_that_runs_them() -> None:
-    names = ["ddp_loop.py", "own_policy.py", "sharded_loop.py"]  # each runs above
+    names = ["ddp_loop.py", "own_policy.py", "replicas_loop.py", "sharded_loop.py"]  # each runs above
     assert [example.name for example in EXAMPLES] == names
     for example in EXAMPLES:
         assert f"examples/{example.name}" in (ast.get_docstring(ast.parse(example.read_text())) or ""), example
