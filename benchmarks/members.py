@@ -26,7 +26,7 @@ import members_soak_rank
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kinds = parser.add_subparsers(dest="what", required=True, metavar="faults, soak")
+    kinds = parser.add_subparsers(dest="what", required=True, metavar="faults, soak, replicas")
     options = kinds.add_parser("faults")
     options.add_argument("--ranks", type=int, default=4)
     options.add_argument("--turns", type=int, default=20)
