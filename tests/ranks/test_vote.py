@@ -133,6 +133,31 @@ def test_rank_at_another_place_is_reported_though_the_thread_that_trains_is_stuc
         assert words.startswith(f"{what} {7 - rank}. All ranks")
 
 
+WORDS = [(7, 7), (7, 8), (0, 0), (7, 0), (2**20, 2**20)]
+
+
+def questions_of_two(rank):
+    """What the ranks of a replica hear when they say `WORDS` beside what they have merged."""
+    vote, heard = UnitVote(Channel(None, give_up_s=20.0), str, Inside(), [[0], [1]], print), []
+
+    class Question:
+        def __call__(self):
+            return WORDS[len(heard)][rank]
+
+        def answered(self, *, agreed):
+            heard.append(agreed)
+
+    vote.question = Question()
+    for _ in WORDS:
+        vote.agree([True], [0.0], [], {})
+    vote.close()
+    return heard
+
+
+def test_ranks_of_a_replica_agree_if_all_say_the_same_and_none_says_no():
+    assert run_ranks(questions_of_two, 2) == [[True, False, False, False, True]] * 2
+
+
 def threads_of_votes(_rank):
     """Names of the threads that launched a vote, a weight and an agreement, in their order."""
     channel, threads = Channel(None, give_up_s=20.0), []
