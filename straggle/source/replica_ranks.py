@@ -18,7 +18,7 @@ def ranks_in_a_row(module: nn.Module) -> list[int]:
     they are others, or the module is not sharded as a whole.
     """
     check_version()
-    over = {name: _ranks(own.device_mesh) for name, own in trainable(module) if isinstance(own, DTensor)}
+    over = {name: _ranks(own.device_mesh) for name, own in module.named_parameters() if isinstance(own, DTensor)}
     name, replica = max(over.items(), key=lambda item: len(item[1]))
     size, rank, world = len(replica), dist.get_rank(), dist.get_world_size()
     ranks = list(range(first := rank // size * size, first + size))

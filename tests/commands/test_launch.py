@@ -135,6 +135,20 @@ def test_killed_worker_comes_back_and_the_others_do_not_notice(way: tuple[str, .
     assert [starts(tmp_path, rank) for rank in range(3)] == [1, 3, 1]
 
 
+def test_workers_of_a_replica_come_back_together_and_the_other_replica_does_not_notice(tmp_path: Path) -> None:
+    options = ["--nproc-per-node=4", "--replica-size=2", "--restart-delay-s=0", "--grace-s=0.2"]
+    with launched(tmp_path, WAITS, *options) as job:
+        wait_for(job, tmp_path, *(f"pid.{rank}.0" for rank in range(4)))
+        before = int(left(tmp_path, "pid", 3))  # it would run on, and is killed after the grace
+        os.kill(int(left(tmp_path, "pid", 2)), signal.SIGKILL)
+        wait_for(job, tmp_path, "pid.2.1", "pid.3.1")
+        assert not alive(before)
+        (tmp_path / "end").touch()
+        assert job.status() == 0
+    assert [starts(tmp_path, rank) for rank in range(4)] == [1, 1, 2, 2]
+    assert json.loads(left(tmp_path, "environment", 2, 1))["STRAGGLE_REPLICA_SIZE"] == "2"
+
+
 @BOTH_WAYS
 def test_what_a_killed_worker_had_started_dies_with_it(way: tuple[str, ...], tmp_path: Path) -> None:
     body = """

@@ -30,13 +30,15 @@ def _sharded(depth: int = 2) -> torch.nn.Module:
     return shard(Blocks(depth), DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp_shard",)))
 
 
-def _train(rank: int, board: Board, deadline: straggle.Deadline | None = None) -> dict[str, object]:
+def _train(
+    rank: int, board: Board, deadline: straggle.Deadline | None = None, min_ranks: int | None = 1
+) -> dict[str, object]:
     """Train until the test ends it; what there is of the parameters, and what was reported."""
     net = _sharded()
     model = straggle.StagedDataParallel(
         net,
         deadline=deadline,
-        members=straggle.Elastic(min_ranks=1, suspect_s=1.0),
+        members=straggle.Elastic(min_ranks, suspect_s=1.0),
         merge=straggle.Merge(check_every=1),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -152,6 +154,18 @@ def test_stopped_rank_takes_its_replica_out_and_no_process_of_it_stays() -> None
         _start_again(job, 0)
         job.walk(20)
         _end(job)
+
+
+@pytest.mark.slow
+def test_job_ends_with_fewer_replicas_than_it_may_have() -> None:
+    with run_job(4, _train, None, None, served=True, replica_size=SHARDS) as job:
+        job.walk(10)
+        job.kill(3)
+        for rank in _ranks(0):
+            raised = job.result(rank)
+            assert isinstance(raised, Raised)
+            assert raised.kind == "TooFewRanks"
+            assert "1 of 2 replicas are left (replica 1 left: rank 3 of it: no sign of life" in raised.message
 
 
 def _train_or_raise(rank: int, board: Board) -> dict[str, object]:
