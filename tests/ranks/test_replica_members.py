@@ -157,6 +157,21 @@ def test_stopped_rank_takes_its_replica_out_and_no_process_of_it_stays() -> None
 
 
 @pytest.mark.slow
+def test_replica_comes_back_to_a_store_that_was_started_again() -> None:
+    with run_job(6, _train, served=True, replica_size=SHARDS) as job:
+        job.walk(10)
+        job.kill_store()
+        job.walk(10)
+        job.start_store()
+        job.wait(lambda: "which the job's store has again" in job.log(), "the members fill it")
+        job.kill(3)
+        job.walk(10, _ranks(0, 2))
+        _start_again(job, 1)
+        job.walk(20)
+        _end(job)
+
+
+@pytest.mark.slow
 def test_job_ends_with_fewer_replicas_than_it_may_have() -> None:
     with run_job(4, _train, None, None, served=True, replica_size=SHARDS) as job:
         job.walk(10)
