@@ -328,7 +328,9 @@ def _always_slow(slowness: Slowness, dealt: BySpeed | None, timings: Timings) ->
         return
     saved, share = dealt.gain.saved, dealt.shares[rank]
     if saved.low <= 0:
-        yield f"{said} Look at its machine: fewer samples for it are not sure to be worth it."
+        # A rank that costs less than one that stalls is not the one that a deadline stops.
+        if steady[0] is slowness.ranks[0]:
+            yield f"{said} Look at its machine: fewer samples for it are not sure to be worth it."
         return
     written = KEYS if _is_of_train(timings) else f"loader = {dealt.gain.code}"
     yield (

@@ -61,6 +61,15 @@ def test_rank_that_sometimes_stalls_is_not_to_have_less(tmp_path):
     assert "deal the samples out" not in str(said)
 
 
+def test_rank_that_is_a_little_slow_beside_one_that_stalls_is_not_the_one_whose_gradients_are_dropped(tmp_path):
+    a_little = when(0, range(1000), forward=0.02)
+    stalls = when(3, [step for step in range(1000) if step % 5 < 2], forward=0.5)
+    said = str(answer(write_watch(tmp_path, extra=lambda rank, step: a_little(rank, step) | stalls(rank, step))))
+    assert "Rank 3 is sometimes slow" in said
+    assert "Rank 0 is slow" in said
+    assert "persistently slow" not in said
+
+
 @pytest.mark.parametrize("dealt", [True, False])
 def test_run_that_is_dealt_by_speed_already_is_not_told_to(dealt, tmp_path):
     write_trace(tmp_path, 9.0)
