@@ -13,10 +13,10 @@ FLOORS = [
     {"parallel, building": "the wrapped model, of the core and the wings that its arguments ask for"},
     {
         "members": "ranks that return",
-        "pools": "drawn micro-batches",
+        "pools": "micro-batches",
         "links": "pings",
         "replay": "a run again",
-        "stuck": "who hangs, and where",
+        "stuck": "who hangs",
     },
     {"step, loop": "a step of a training loop"},
     {"merge": "rounds, buffers, coordinator, stand-in, rows"},
