@@ -10,6 +10,7 @@ NO_MKDOCS_2_WARNING=1 "$here/../.venv/bin/mkdocs" build --quiet --strict --confi
   echo '<style>body{margin:0;transform:scale(.5);transform-origin:0 0;width:1850px;background:#888}iframe{border:0;height:1000px}'
   echo 'div{display:flex;justify-content:space-between;padding-bottom:20px}</style>'
   for page in index.html cluster/index.html; do
+    [ -e "$folder/site/$page" ]
     echo "<div><iframe src='site/$page' style='width:1440px'></iframe><iframe src='site/$page' style='width:390px'></iframe></div>"
   done
 } >"$folder/pages.html"
