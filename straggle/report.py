@@ -230,7 +230,7 @@ class StepReport:
     stages: tuple[StageReport, ...] = field(metadata=described("one entry for each stage", stable=True))
     scalars: Mapping[str, float] = field(
         default_factory=dict,
-        metadata=described("what was given to `step.log`, as means over the ranks that gave it", stable=True),
+        metadata=described("scalars that the loop logged, as means over the ranks that logged them", stable=True),
     )
     skipped: bool = field(
         default=False,

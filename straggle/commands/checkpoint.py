@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -118,17 +118,15 @@ class Checkpoint:
         found = self._choose()
         read = dict[str, Any](), dict[str, Any]()
 
-        def restore() -> None:
-            try:
-                self._restore(found, read, model, optimizer, dealt)
-            except (RuntimeError, LookupError, TypeError, AttributeError, pickle.UnpicklingError) as error:
-                said = " ".join(str(error).split())
-                raise ValueError(
-                    f"{_named(found)} is of another model, optimizer or estimator than this run's: give the keys that "
-                    f"it was made with, or another run_dir ({said[:300]})"
-                ) from None
+        def each() -> None:
+            with _named_as_of_another_run(found):
+                _read(found, model, *read)
 
-        on_all_ranks(lambda: _read(found, model, *read))
+        def restore() -> None:
+            with _named_as_of_another_run(found):
+                self._restore(found, read, model, optimizer, dealt)
+
+        on_all_ranks(each)  # none begins to load its shards, together with others, before all have read theirs
         on_all_ranks(restore)
         on_all_ranks(lambda: durable.keep_only(found.directory) if dist.get_rank() == 0 else None)
         return found.step
@@ -281,6 +279,18 @@ def _on_rank0() -> int:
 
 def _of_rank(rank: int) -> str:
     return f"rank{rank}.pt"
+
+
+@contextlib.contextmanager
+def _named_as_of_another_run(found: Snapshot) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, LookupError, TypeError, AttributeError, pickle.UnpicklingError) as error:
+        said = " ".join(str(error).split())
+        raise ValueError(
+            f"{_named(found)} is of another model, optimizer or estimator than this run's: give the keys that "
+            f"it was made with, or another run_dir ({said[:300]})"
+        ) from None
 
 
 def _read(found: Snapshot, model: StagedDataParallel, common: dict[str, Any], own: dict[str, Any]) -> None:
