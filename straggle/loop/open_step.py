@@ -214,6 +214,8 @@ class OpenStep(PassWatcher):
             if isinstance(error, DeadlineReached):
                 release_graph(error, self._outputs)
         self._stood_in = merged.stood_in
+        if self._vote is not None and not merged.stood_in:
+            self._vote.forget_waits()
         self._keep_as_peers_did(merged)
         self._put_in_place(merged)
         self.usable = None

@@ -71,6 +71,9 @@ class Vote(Protocol):
     def begin(self, step: int, *, stood_in: bool) -> None:
         """This step begins; ``stood_in``: this rank was, in the one before."""
 
+    def forget_waits(self) -> None:
+        """A step is left that was not stood in for: no later one goes on with it."""
+
     def __call__(self, own: bool, at: int) -> bool:
         """Whether the replica leaves the step at this place, from this rank's ``own`` word for it."""
 
@@ -184,6 +187,10 @@ class UnitVote:
             self._asked = None
         self._num_steps, self._step = self._num_steps + 1, step
         self._inside.begin(goes_on=stood_in)
+
+    def forget_waits(self) -> None:
+        """A step is left that was not stood in for: no later one goes on with it."""
+        self._inside.begin(goes_on=False)
 
     def __call__(self, own: bool, at: int) -> bool:
         """Whether a rank of the replica was late at the place before this one."""

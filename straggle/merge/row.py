@@ -42,7 +42,7 @@ def row_of(
     reported = RankNumbers(
         compute_s=now - (training.entered_at or now) if in_step and not idle else math.nan,
         overrun_s=training.take_overrun_s(),
-        inside_wait_s=0.0 if training.entered_at is None else inside_wait_s,  # also in an earlier step
+        inside_wait_s=inside_wait_s,  # also in an earlier step, if it was stood in for there
         late=own.late and not idle,
         stood_in=current.stood_in,
         idle=idle,
