@@ -50,17 +50,17 @@ COUNTERS = {own.name: own.text for own in _DECLARED if own.kind == "counter"} | 
 }
 GAUGES = {own.name: own.text for own in _DECLARED if own.kind == "gauge"} | {
     "absent_rank": "Whether each rank was absent in the last step, 1 or 0; of the lowest member only.",
-    "link_slow": "1 while this rank's link is slower than the others' and makes steps longer, or 0.",
+    "link_slow": "Whether this rank's link is slower than the others' and makes steps longer, 1 or 0.",
     "predicted_dropped_ratio": "Share of all ranks' gradients that the deadline policy expects to be dropped in the "
     "next step; NaN: no prediction.",
     "step_weight": "Weight of this rank's last step, with Rebalance its share; 0 without data.",
     "loss": "Mean over ranks of the scalar that was logged as loss, last step.",
     "lag_steps": "Merged steps that this rank has not yet applied, now.",
     "since_step_seconds": "Seconds since this rank's training thread last finished a step, now.",
-    "store_reachable": "1 while the job's store answers this rank, now; at 0 the rank cannot be late, and all ranks "
-    "wait for it.",
+    "store_reachable": "Whether the job's store answers this rank now, 1 or 0; at 0 the rank cannot be late, and all "
+    "ranks wait for it.",
     "members": "Ranks that are members now, as far as this rank knows; all if none can leave.",
-    "stuck_info": "1 while this rank is stuck and waited for, or waits for one that cannot speak; 0 while it goes on.",
+    "stuck_info": "Whether this rank is stuck and waited for, or waits for one that cannot speak, 1 or 0.",
 }
 HISTOGRAMS = {
     "step_seconds": "Seconds of a step, from merge to merge.",

@@ -75,16 +75,18 @@ def test_rank_that_is_killed_comes_back_and_no_step_is_lost_or_written_twice(tmp
     assert f"the members of the recorded run changed in step {absent[0]} " in refused
     run_command("train", 3, *words, f"steps={absent[0]}", folder=tmp_path)
     again = list(read_reports(tmp_path / "again" / "trace.jsonl"))
-    # beside the loss, a run without members logs whether it is to end
-    assert [own.scalars["loss"] for own in again] == [own.scalars["loss"] for own in reports[: absent[0]]]
+    logged = [
+        [{name: number for name, number in own.scalars.items() if name != "stop"} for own in run]
+        for run in (again, reports[: absent[0]])
+    ]
+    assert logged[0] == logged[1]  # with members no scalar says whether the run is to end
 
 
 @pytest.mark.slow
 def test_too_few_ranks_leave_a_checkpoint_from_which_a_run_goes_on(tmp_path: Path) -> None:
     few = (*TINY, "faults=kill", "faults.kill.rank=0", "faults.kill.step=5", "members.min_ranks=2", "steps=12")
     status, printed = train(tmp_path, *few, world_size=2)
-    # the launcher's is that of rank 0, which on a busy machine is over before it is started again
-    assert status in (DO_NOT_RESTART, 128 + signal.SIGKILL), printed
+    assert status == DO_NOT_RESTART, printed
     assert "1 of 2 ranks are left (rank 0 left: its process ended by SIGKILL" in printed
     assert saved_step(tmp_path / "run") == len(steps_of(tmp_path)) == 5
     status, printed = train(tmp_path, *TINY, "faults=none", "steps=12", "resume=true", world_size=2)

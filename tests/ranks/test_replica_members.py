@@ -217,6 +217,7 @@ def test_replica_leaves_with_the_error_of_one_of_its_ranks() -> None:
             job.wait(lambda r=rank: job.ended(r) is not None or not job.process(r).is_alive(), f"rank {rank} ends")
             raised = job.ended(rank)  # nothing if it was ended, because it waited for the other one for too long
             words = job.log() if raised is None else raised.message
+            assert raised is not None or job.process(rank).exitcode == 1
             assert f"rank {rank}, step" in words
             assert "rank 2 raised in step 5, forward: ArithmeticError('bad sample')" in words
         job.finish(_ranks(0))

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 
 from straggle.commands.launching.agent import Agent, say
 from straggle.commands.launching.nodes import BEAT_S, Nodes
-from straggle.members.agents import WRONG_CONFIGURATION
+from straggle.members.agents import DO_NOT_RESTART, WRONG_CONFIGURATION
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last is Slurm's, by --signal
 _POLL_S = 0.5
@@ -109,11 +109,13 @@ class Launcher:
 
 
 def status_of(agents: Sequence[Agent]) -> int:
-    """0 if all workers have done their work; otherwise that of the first rank that has not."""
+    """0 if all have done their work, `DO_NOT_RESTART` if a rank ended the job; else that of the first that has not."""
     failed = [agent for agent in agents if agent.why]
     if failed:
         say(f"ranks {[agent.rank for agent in failed]} have not done their work")
     statuses = [agent.exited.status if agent.exited else 1 for agent in failed]
+    if DO_NOT_RESTART in statuses and WRONG_CONFIGURATION not in statuses:  # one that died may not be started again
+        return DO_NOT_RESTART
     if WRONG_CONFIGURATION in statuses:  # the others have ended because of that one
         return WRONG_CONFIGURATION
     return statuses[0] if statuses else 0

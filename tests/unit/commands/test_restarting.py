@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from straggle.commands.launching.launcher import status_of
 from straggle.commands.launching.restarting import (
     RestartRules,
     StartAgain,
@@ -87,3 +91,17 @@ def test_starting_again_is_of_no_use_where_all_have_failed_twice_in_the_same_way
     last: list[Exited | None], useless: bool
 ) -> None:
     assert failed_again(last) is useless
+
+
+@pytest.mark.parametrize(
+    ("exits", "expected"),
+    [
+        ([], 0),
+        ([ended(by="SIGKILL"), ended(DO_NOT_RESTART)], DO_NOT_RESTART),
+        ([ended(DO_NOT_RESTART), ended(2)], 2),
+        ([ended(3), ended(1)], 3),
+    ],
+)
+def test_status_of_a_job_that_a_rank_has_ended_is_not_that_of_one_that_died(exits: list[Exited], expected: int) -> None:
+    agents: Any = [SimpleNamespace(rank=rank, why="stays down", exited=own) for rank, own in enumerate(exits)]
+    assert status_of(agents) == expected
