@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -110,7 +110,7 @@ class Agent:
 
     def _keep_running(self) -> str:
         """Until the worker stays down; says why, nothing if it has done its work."""
-        count, restarts = self._first_count(), 0
+        count, restarts = self._together.first_count(self._next_count), 0
         while (own := self._run_once(count)) is not None:
             self.exited = exited = self._together.ended(self.rank, own)
             if self._stopping.is_set():
@@ -141,12 +141,9 @@ class Agent:
             say(f"rank {self.rank} ended {self.exited}, and is not started again: {why}")
         return why
 
-    def _first_count(self) -> int:
-        """0, or where an earlier launcher of this node has left off: no two processes of a rank have one number.
-
-        Those of a replica have the same.
-        """
-        return self._ask(lambda store: max(agents.last_count(store, rank) for rank in self._together.ranks) + 1) or 0
+    def _next_count(self, ranks: Sequence[int]) -> int:
+        """0, or where an earlier launcher of this node has left off: no two processes of a rank have one number."""
+        return self._ask(lambda store: max(agents.last_count(store, rank) for rank in ranks) + 1) or 0
 
     def _last_of_all(self, store: Any) -> list[Exited | None]:
         """How each rank's last process ended; ``None`` for one that runs."""

@@ -31,6 +31,8 @@ class Together:
         self._ends: dict[int, Exited] = {}  # of the processes that were started together last, in their order
         self._decided: dict[int, Exited] = {}  # by the number of the start
         self._stopping = False
+        self._numbering = threading.Lock()
+        self._first: int | None = None  # the number of their first start; under that lock
 
     @property
     def ranks(self) -> list[int]:
@@ -40,6 +42,16 @@ class Together:
     def add(self, rank: int, kill: Callable[[], None]) -> None:
         """An agent; ``kill()`` ends its process."""
         self._kills[rank] = kill
+
+    def first_count(self, find: Callable[[Sequence[int]], int]) -> int:
+        """The number of the first start of all of them: ``find(ranks)`` of the agent that asks first.
+
+        By the time that another agent asks, the first may have announced its start already.
+        """
+        with self._numbering:
+            if self._first is None:
+                self._first = find(self.ranks)
+            return self._first
 
     def stop(self) -> None:
         """The launcher ends all workers: wait for nothing."""

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Mapping
+from queue import SimpleQueue
+from typing import IO, Any, cast
 
 import pytest
+import torch.distributed as dist
 
+from straggle.commands.launching.agent import Agent, Worker
+from straggle.commands.launching.restarting import RestartRules
 from straggle.commands.launching.together import Together, deciding
+from straggle.commands.launching.worker_process import Program
+from straggle.members import agents
 from straggle.members.agents import DO_NOT_RESTART, WRONG_CONFIGURATION, Exited
+from straggle.merge.store import JobStore
 
 LIMIT_S = 20.0
 
@@ -83,3 +92,56 @@ def test_launcher_that_is_told_to_end_waits_for_none() -> None:
     replica.together.stop()
     first.join(LIMIT_S)
     assert replica.found == {0: end(0)}
+
+
+class Store:
+    """A job's store in this process."""
+
+    def __init__(self) -> None:
+        self.of_job = dist.HashStore()  # type: ignore[attr-defined]
+
+    def ask(self, request: Callable[[Any], Any]) -> Any:
+        return request(self.of_job)
+
+
+class Ended:
+    """A worker's process that has done its work."""
+
+    pid = 2**30  # no process has it
+
+    def wait(self) -> int:
+        return 0
+
+    def terminate(self) -> None:
+        pass
+
+    def kill(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("earlier", [-1, 2])
+def test_workers_of_a_replica_have_one_number_though_one_begins_before_the_other(earlier: int) -> None:
+    store, together, numbers, ended = Store(), Together(LIMIT_S), SimpleQueue[str](), SimpleQueue[Any]()
+    if earlier >= 0:
+        agents.post_started(store.of_job, 0, earlier)
+
+    def starter(program: Program, environment: Mapping[str, str], output: IO[bytes] | None) -> Ended:
+        numbers.put(environment["TORCHELASTIC_RESTART_COUNT"])
+        return Ended()
+
+    first, second = [
+        Agent(
+            Worker(rank, Program("train.py"), {}, starter),
+            RestartRules(0, 0.0),
+            cast(JobStore, store),
+            world_size=2,
+            ended=ended,
+            together=together,
+        )
+        for rank in range(2)
+    ]
+    first.start()
+    began = numbers.get(timeout=LIMIT_S)  # it has announced its start
+    second.start()
+    assert (began, numbers.get(timeout=LIMIT_S)) == (str(earlier + 1), str(earlier + 1))
+    assert {ended.get(timeout=LIMIT_S).rank for _ in range(2)} == {0, 1}
