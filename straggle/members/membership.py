@@ -13,8 +13,9 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from straggle.members.refill import Refill
 from straggle.members.stored_view import StoredView, StoreEmptied
 from straggle.members.view import DONE, NOTICE, Elastic, Leaving, Seal, View
 from straggle.members.view_chain import ViewChain
+from straggle.merge.arrivals import LongArrival
 from straggle.merge.channel import PeerFailed
 from straggle.merge.store import ANSWER_S, peek
 
@@ -139,6 +141,7 @@ class Membership:
         Raises `PeerFailed` if not all ranks come within ``limit_s``, or if the job is over before it has begun.
         """
         store, until = self.connections.own(), time.monotonic() + limit_s
+        arrival = LongArrival(self.inside.rank(self.rank), self._ranks_of(range(self.world_size)))
         self._heartbeat.beat(store)
         store.set(f"hello/{self.rank}", self._seal.seal(f"hello/{self.rank}", self.incarnation))
         while not self.chain.find(store):
@@ -156,6 +159,7 @@ class Membership:
                     "each has to wrap the model; one has ended, hangs, or cannot be reached"
                 )
             else:
+                arrival.look(partial(self._ranks_of, missing))
                 time.sleep(0.01)
         self.detector.start()
         return not (self.is_member and self.view.generation == 0)
@@ -171,16 +175,20 @@ class Membership:
         not wrapped theirs within ``limit_s``.
         """
         view, store, until = self.view, self.connections.own(), time.monotonic() + limit_s
-        ranks = [rank for member in view.ranks for rank in self.inside.ranks(member)]
-        keys = [f"wrapped/{view.job}/{rank}" for rank in ranks]
+        keys = {rank: f"wrapped/{view.job}/{rank}" for rank in self._ranks_of(view.ranks)}
+        arrival = LongArrival(self.inside.rank(self.rank), list(keys))
+
+        def missing() -> list[int]:
+            return [rank for rank, key in keys.items() if not store.check([key])]
+
         store.set(f"wrapped/{view.job}/{self.inside.rank(self.rank)}", "")
-        while not store.check(keys):
+        while not store.check(list(keys.values())):
             if self.chain.annulled == view.job:
                 return False
+            arrival.look(missing)
             if time.monotonic() > until:
-                missing = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
                 raise PeerFailed(
-                    f"{self._own}, before step 0: ranks {missing} have not wrapped the model within "
+                    f"{self._own}, before step 0: ranks {missing()} have not wrapped the model within "
                     f"give_up_s={limit_s:g}"
                 )
             time.sleep(0.005)
@@ -324,6 +332,9 @@ class Membership:
     def _own(self) -> str:
         """This process in messages."""
         return f"rank {self.inside.rank(self.rank)}"
+
+    def _ranks_of(self, members: Sequence[int]) -> list[int]:
+        return [rank for member in members for rank in self.inside.ranks(member)]
 
     def _open(self, store: Any, key: str) -> str | None:
         return self._seal.open(key, store.get(key).decode())

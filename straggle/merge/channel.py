@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from straggle.merge.arrivals import reported
 from straggle.merge.groups import (
     OWN_GROUP,
     GlooCollectives,
@@ -120,28 +121,30 @@ class Channel:
 
     def _meet(self, parent: dist.ProcessGroup) -> str:
         """Form the groups; returns the prefix in the store for these ranks' messages."""
-        give_up_s = self.give_up_s
         ranks = dist.get_process_group_ranks(parent)
-        timeout = timedelta(seconds=give_up_s)
-        backend = backend_of(parent)
-        check_answers(default_store(), give_up_s)
+        check_answers(default_store(), self.give_up_s)
         try:
-            control = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True, group_desc=OWN_GROUP)
-            corner, wide = f"straggle/{control.group_name}", None
-            if backend == "gloo":
-                number = messages_at_a_time(JobGroup(control), self.world_size)
-                data: Group = self._gloo_group(f"{corner}/data", number)
-                if number < MESSAGES_AT_A_TIME:
-                    wide = self._gloo_group(f"{corner}/wide", MESSAGES_AT_A_TIME)
-            else:
-                data = QueuedGroup.formed(ranks, give_up_s, backend)
-                self._job_groups.append(data)
+            with reported(ranks, ranks[self.rank]):
+                return self._form(ranks, backend_of(parent))
         except RuntimeError as error:
             raise PeerFailed(
-                f"rank {self.name}, before step 0: no process groups of ranks {ranks} within give_up_s={give_up_s:g}: "
-                "each of them has to wrap the model; one has ended, hangs, or cannot be reached, or is in another "
-                "number of process groups than its peers, by which torch names new ones"
+                f"rank {self.name}, before step 0: no process groups of ranks {ranks} within give_up_s="
+                f"{self.give_up_s:g}: each of them has to wrap the model; one has ended, hangs, or cannot be reached, "
+                "or is in another number of process groups than its peers, by which torch names new ones"
             ) from error
+
+    def _form(self, ranks: Sequence[int], backend: str) -> str:
+        timeout = timedelta(seconds=self.give_up_s)
+        control = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True, group_desc=OWN_GROUP)
+        corner, wide = f"straggle/{control.group_name}", None
+        if backend == "gloo":
+            number = messages_at_a_time(JobGroup(control), self.world_size)
+            data: Group = self._gloo_group(f"{corner}/data", number)
+            if number < MESSAGES_AT_A_TIME:
+                wide = self._gloo_group(f"{corner}/wide", MESSAGES_AT_A_TIME)
+        else:
+            data = QueuedGroup.formed(ranks, self.give_up_s, backend)
+            self._job_groups.append(data)
         self._job_groups.append(of_hosts := JobGroup(control))
         self._groups = ProcessGroups(data, of_hosts, tuple(range(self.world_size)), wide)
         return corner

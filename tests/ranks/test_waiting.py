@@ -12,7 +12,8 @@ from repository import ROOT
 from stores import store_server
 from training import Signals, features, mlp
 
-from straggle import Abstain, LateHandling, Merge, PeerFailed, WaitForAll
+from straggle import Abstain, Elastic, LateHandling, Merge, PeerFailed, WaitForAll
+from straggle.merge import arrivals
 from straggle.merge.alike import Wrapped, check_alike
 from straggle.merge.channel import Channel
 
@@ -239,6 +240,27 @@ def test_ranks_that_do_not_come_to_wrap_the_model_are_named():
     end, _ = run_ranks(wrap_without_rank_1, 2, outcomes=True)
     assert end.kind == "PeerFailed"
     assert "rank 0, before step 0: no process groups of ranks [0, 1] within give_up_s=0.5" in end.message
+
+
+def wrap_when_peers_have_reported_that_they_wait(rank, members):
+    """Ranks 1 and 2 come when a rank has reported that it waits for them; what this rank logged."""
+    arrivals._LONG_S = 0.2
+    signals = Signals()
+    handler = Lines(signals)
+    logging.getLogger("straggle").addHandler(handler)
+    if rank in (1, 2):
+        signals.wait("logged")
+    with staged(mlp(), members=Elastic() if members else None):
+        return handler.lines
+
+
+@pytest.mark.parametrize("members", [False, True])
+def test_ranks_that_are_long_in_coming_to_wrap_the_model_are_named_once_by_one_rank(members):
+    first, *others = run_ranks(wrap_when_peers_have_reported_that_they_wait, 4, members)
+    assert [line for line in first if "waiting" in line] == [
+        "rank 0: waiting for ranks [1, 2], which have not wrapped the model yet"
+    ]
+    assert not [line for lines in others for line in lines if "waiting" in line]
 
 
 def train_to_the_end(rank):
