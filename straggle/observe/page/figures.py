@@ -161,7 +161,7 @@ def contributions(run: Run) -> Chart:
 def timeline(report: StepReport) -> Chart:
     """One step: what each rank did when, where its deadline was, and how long it waited."""
     ranks = _shown_ranks(report)
-    labels = [f"{rank.rank}{_state(rank)}" for rank in ranks]
+    labels = _labels(ranks)
     figure = _figure(
         height=120 + max(70, (34 if len(ranks) <= 12 else 20) * len(ranks)),
         x="seconds since the merge before",
@@ -170,18 +170,18 @@ def timeline(report: StepReport) -> Chart:
     base = np.zeros(len(ranks))
     for phase in PHASES:
         base = _add_bars(
-            figure, labels, phase, [getattr(rank, f"{phase}_s") for rank in ranks], base, PHASE_COLOURS[phase]
+            figure, ranks, phase, [getattr(rank, f"{phase}_s") for rank in ranks], base, PHASE_COLOURS[phase]
         )
     busy = base.copy()
-    base = _add_bars(figure, labels, "wait", [rank.wait_s for rank in ranks], base, WAIT_COLOUR, pattern="/")
+    base = _add_bars(figure, ranks, "wait", [rank.wait_s for rank in ranks], base, WAIT_COLOUR, pattern="/")
     if math.isfinite(report.seconds):
         merging = [max(0.0, report.seconds - end) for end in base.tolist()]
-        _add_bars(figure, labels, "merge", merging, base, MERGE_COLOUR)
+        _add_bars(figure, ranks, "merge", merging, base, MERGE_COLOUR)
     _add_stage_ends(figure, report, ranks, labels, busy)
     if math.isfinite(report.deadline_s):
         entered = [_entered_s(rank, end) for rank, end in zip(ranks, busy.tolist(), strict=True)]
         figure.add_scatter(
-            x=[at + report.deadline_s for at in entered],
+            x=_of_members(ranks, [at + report.deadline_s for at in entered]),
             y=labels,
             mode="lines+markers",
             name="deadline",
@@ -277,14 +277,20 @@ def _add_line(figure: go.Figure, x: Array, y: Array, name: str, hover: str, **li
 
 
 def _add_bars(
-    figure: go.Figure, labels: list[str], name: str, seconds: list[float], base: Array, colour: str, pattern: str = ""
+    figure: go.Figure,
+    ranks: list[RankReport],
+    name: str,
+    seconds: list[float],
+    base: Array,
+    colour: str,
+    pattern: str = "",
 ) -> Array:
     """One phase of all ranks, from the end of the phases before it; returns where it ends."""
-    lengths = np.nan_to_num(np.array(seconds, dtype=float))
+    lengths = np.nan_to_num(np.array(_of_members(ranks, seconds), dtype=float))
     if (lengths > 0).any():
         figure.add_bar(
             x=lengths,
-            y=labels,
+            y=_labels(ranks),
             base=base,
             orientation="h",
             name=name,
@@ -317,6 +323,11 @@ def _add_stage_ends(
         )
 
 
+def _of_members(ranks: list[RankReport], seconds: list[float]) -> list[float]:
+    """The same, and NaN for each rank that was absent: it waits for nobody, merges nothing and has no deadline."""
+    return [math.nan if rank.absent else own for rank, own in zip(ranks, seconds, strict=True)]
+
+
 def _entered_s(rank: RankReport, busy_s: float) -> float:
     """When the rank entered ``step()``; if it has not, its deadline counts from the merge before."""
     return 0.0 if math.isnan(rank.compute_s) else max(0.0, busy_s - rank.compute_s)
@@ -327,6 +338,10 @@ def _shown_ranks(report: StepReport) -> list[RankReport]:
         return list(report.ranks)
     order = sorted(report.ranks, key=lambda rank: (not rank.late, math.inf if math.isnan(rank.wait_s) else rank.wait_s))
     return sorted(order[:_MAX_BARS], key=lambda rank: rank.rank)
+
+
+def _labels(ranks: list[RankReport]) -> list[str]:
+    return [f"{rank.rank}{_state(rank)}" for rank in ranks]
 
 
 def _state(rank: RankReport) -> str:

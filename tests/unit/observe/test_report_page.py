@@ -21,6 +21,7 @@ from straggle.commands import result
 from straggle.commands.report import arguments
 from straggle.observe.ddp_time import DdpPrediction
 from straggle.observe.findings import advise
+from straggle.observe.page.figures import timeline
 from straggle.observe.page.page import write_page, write_report
 from straggle.observe.run import read_reports, read_run, read_steps
 from straggle.observe.run_numbers import numbers_of
@@ -117,6 +118,18 @@ def test_absent_rank_and_the_changes_are_on_the_page(tmp_path: Path) -> None:
         if trace["type"] == "heatmap"
     )
     assert (hover[1][15], hover[1][30]) == ("rank 1, step 15: absent", "rank 1, step 30: in time")
+
+
+def test_absent_rank_has_neither_a_bar_nor_a_deadline_in_a_step() -> None:
+    absent = a_rank(1, whole=0, absent=True, late=False, cause=None, compute_s=math.nan)
+    figure = timeline(a_step(0, [a_rank(0), absent, a_rank(2)], seconds=2.0)).figure
+    bars = {trace.name: list(trace.x) for trace in figure.data if trace.type == "bar"}
+    assert {"wait", "merge"} < bars.keys()
+    for lengths in bars.values():
+        assert lengths[1] == 0.0 < lengths[0] == lengths[2]
+    deadline = next(trace for trace in figure.data if trace.name == "deadline")
+    assert list(map(math.isfinite, deadline.x)) == [True, False, True]
+    assert deadline.y[1] == "1 absent"
 
 
 def test_advice_says_how_often_a_rank_left_and_why_first(tmp_path: Path) -> None:
