@@ -9,7 +9,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from grafana_foundation_sdk.builders import barchart, bargauge, common, prometheus, stat, statetimeline, timeseries
+from grafana_foundation_sdk.builders import (
+    barchart,
+    bargauge,
+    common,
+    prometheus,
+    stat,
+    statetimeline,
+    table,
+    timeseries,
+)
 from grafana_foundation_sdk.builders import dashboard as build
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common as common_models
@@ -72,7 +81,8 @@ def network_mean() -> str:
 
 
 def firing(labels: str) -> str:
-    return f'count by (alertname, rank) (ALERTS{{alertstate="firing", {labels}}}) or on () vector(0)'
+    none = 'label_replace(vector(0), "alertname", "none", "", "")'
+    return f'count by (alertname, rank) (ALERTS{{alertstate="firing", {labels}}}) or on () {none}'
 
 
 # -- panels
@@ -126,18 +136,22 @@ def number(title: str, unit: str, description: str, expr: str, *, bad_from: floa
     panel = with_targets(stat.Panel(), title, description, [query(expr, "{{run}}")])
     panel.unit(unit).height(4).span(4).graph_mode(common_models.BigValueGraphMode.AREA)
     panel.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
+    return panel.thresholds(green_until(bad_from))
+
+
+def green_until(bad_from: float | None) -> build.ThresholdsConfig:
     steps = [models.Threshold(color="green", value=None)]
     if bad_from is not None:
         steps.append(models.Threshold(color="red", value=bad_from))
-    return panel.thresholds(build.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(steps))
+    return build.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(steps)
 
 
-def bars(title: str, unit: str, description: str, expr: str, legend: str) -> Any:
-    """The last value of each series."""
+def bars(title: str, unit: str, description: str, expr: str, legend: str, *, bad_from: float) -> Any:
+    """The last value of each series; red from ``bad_from``, as the longest bar may be a small number."""
     panel = with_targets(bargauge.Panel(), title, description, [snapshot(expr, legend)])
     panel.unit(unit).min(0).height(8).span(12).orientation(common_models.VizOrientation.HORIZONTAL)
     panel.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
-    return panel.color_scheme(build.FieldColor().mode(models.FieldColorModeId.CONTINUOUS_GR_YL_RD))
+    return panel.thresholds(green_until(bad_from))
 
 
 def who_waits() -> Any:
@@ -162,6 +176,32 @@ def who_waits() -> Any:
     names = {"Value #A": "own work", "Value #B": "waits"}
     return panel.with_transformation(
         models.DataTransformerConfig(id_val="organize", options={"excludeByName": hidden, "renameByName": names})
+    )
+
+
+def who_hangs() -> Any:
+    """The ranks that have been stuck in the time shown, with the line of code of each; those that are stuck, in red."""
+    of = "max by (job, run, rank, where)"
+    stuck = f'straggle_stuck_info{{{RANK}, where!=""}}'
+    target = snapshot(f"{of} ({stuck}) or 0 * {of} (max_over_time({stuck}[$__range]))").format(PromQueryFormat.TABLE)
+    text = "Ranks that have not gone on while others waited for them, and the line of code that they were in."
+    panel = with_targets(table.Panel(), "Who hangs, and where", text, [target])
+    panel.height(8).no_value("no rank has been stuck")
+    states = {"0": {"text": "goes on", "color": "green"}, "1": {"text": "stuck", "color": "red"}}
+    state = {"mappings": [{"type": "value", "options": states}], "custom.cellOptions": {"type": "color-text"}}
+    for column, properties in {"rank": {"custom.width": 70}, "now": {"custom.width": 90, **state}}.items():
+        panel.override_by_name(
+            column, [models.DynamicConfigValue(id_val=key, value=own) for key, own in properties.items()]
+        )
+    return panel.with_transformation(
+        models.DataTransformerConfig(
+            id_val="organize",
+            options={
+                "excludeByName": {"Time": True, "job": True, "run": True},
+                "indexByName": {"rank": 0, "Value": 1, "where": 2},
+                "renameByName": {"Value": "now"},
+            },
+        )
     )
 
 
@@ -241,6 +281,7 @@ def run_panels() -> list[Any]:
             {"rank {{rank}}": now("lag_steps")},
         ),
         lines("Since its last step", "s", "Rises while a rank is stuck.", {"rank {{rank}}": now("since_step_seconds")}),
+        who_hangs().span(24).height(6),
         lines(
             "Drawn",
             "short",
@@ -262,6 +303,7 @@ def run_panels() -> list[Any]:
             "Share of a stage that all ranks together did not compute in time.",
             f"sort({stage_dropped('job, run, stage', RUN)})",
             "{{stage}}",
+            bad_from=0.25,
         ),
         share("Dropped by stage over time", "The same.", {"{{stage}}": stage_dropped("job, run, stage", RUN)}),
         lines(
@@ -400,6 +442,7 @@ def rank_panels() -> list[Any]:
             "Micro-batches of a step's pool that it computed, and how many there were; 0 where ranks do not draw.",
             {"drawn": rank_mean("micro_batches_total"), "in the pool": rank_mean("pool_micro_batches_total")},
         ),
+        who_hangs().span(12),
         build.Row("Lateness"),
         share(
             "Late, by what it was doing",
@@ -431,6 +474,7 @@ def rank_panels() -> list[Any]:
             "Share of a stage that this rank did not compute in time.",
             f"sort({stage_dropped('job, run, rank, stage', RANK)})",
             "{{stage}}",
+            bad_from=0.25,
         ),
         lines(
             "Throughput",

@@ -31,15 +31,15 @@ def missing(*programs: str) -> str | None:
 
 
 class Prometheus:
-    """A real one, for runs in ``folder``/run, asked through its API."""
+    """A real one, for runs in ``folder``/run, asked through its API; it scrapes every ``every_s``."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, every_s: int = 1) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
         self.url = f"http://{address}"
         config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
-        config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+        config["global"] = {"scrape_interval": f"{every_s}s", "evaluation_interval": f"{every_s}s"}
         config["rule_files"] = [str(PROMETHEUS / name) for name in config["rule_files"]]
         (discovery,) = config["scrape_configs"][0]["file_sd_configs"]
         discovery.update(files=[str(folder / "run" / "targets" / "*.json")], refresh_interval="1s")
