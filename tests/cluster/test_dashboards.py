@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -24,7 +25,7 @@ TARGETS = [
     for target in panel.get("targets", [])
 ]
 ASKED = re.findall(r"`([^`]+)`", (ROOT / "docs" / "see.md").read_text().split("| ask |")[1].split("## Grafana")[0])
-CHOSEN = {"$__rate_interval": "15s", "$job": "straggle", "$run": ".*"}
+CHOSEN = {"$__rate_interval": "15s", "$__range": "1h", "$job": "straggle", "$run": ".*"}
 needs_prometheus = pytest.mark.skipif(bool(missing("prometheus", "promtool")), reason=str(missing("prometheus")))
 
 
@@ -76,7 +77,7 @@ def test_variables_of_the_queries_are_those_of_the_dashboard() -> None:
     for board in BOARDS.values():
         names = {variable["name"] for variable in board["templating"]["list"]}
         used = set(re.findall(r"\$\{?(\w+)", json.dumps([board["panels"], board["templating"]])))
-        assert used - {"__rate_interval"} == names == {"datasource", "job", "run", "rank"}
+        assert used - {"__rate_interval", "__range"} == names == {"datasource", "job", "run", "rank"}
 
 
 def test_provisioning_names_what_is_there() -> None:
@@ -93,9 +94,10 @@ def test_provisioning_names_what_is_there() -> None:
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """A Prometheus that has scraped a real run of three ranks for half a minute, and goes on."""
+    """A Prometheus that scrapes a real run of three ranks, of which the last is slow and sometimes hangs."""
     folder = tmp_path_factory.mktemp("live")
-    with training(folder, "+metrics.targets.labels.run=nightly", "merge.check_every=10"):
+    hangs = ("faults.stall.seconds=3", "late_handling.stuck_after_s=1")
+    with training(folder, "+metrics.targets.labels.run=nightly", "merge.check_every=10", *hangs):
         prometheus = Prometheus(folder)
         try:
             begun = time.monotonic()
@@ -108,9 +110,11 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
 
 
 def has_settled(prometheus: Prometheus) -> bool:
-    """All ranks have been scraped for long enough, and the slow one has been noticed."""
+    """All ranks have been scraped for long enough, and the last one has been slow and has been stuck."""
     slow = 'ALERTS{alertname="StragglerRank", alertstate="firing", rank="2"}'
-    return len(prometheus.ask("count_over_time(straggle_steps_total[30s]) > 20")) == 3 and prometheus.ask(slow) != []
+    stuck = 'max_over_time(straggle_stuck_info{rank="2", where!=""}[1h])'
+    enough = len(prometheus.ask("count_over_time(straggle_steps_total[30s]) > 20")) == 3
+    return enough and prometheus.ask(slow) != [] and prometheus.ask(stuck) != []
 
 
 def drawable(result: list[dict[str, Any]]) -> list[float]:
@@ -125,7 +129,10 @@ def test_every_query_finds_data_in_a_real_run(live: Prometheus, board: str, expr
     found = live.ask(substituted(expr, rank=rank))
     assert drawable(found) != [], expr
     by_rank = {series["metric"]["rank"] for series in found if "rank" in series["metric"] and "ALERTS" not in expr}
-    assert by_rank in ([set(), {"0", "1", "2"}] if board == "run.json" else [set(), {"2"}])
+    if "straggle_stuck_info" in expr:
+        assert "2" in by_rank  # on a busy machine another one may stand still for a second, too
+    else:
+        assert by_rank in ([set(), {"0", "1", "2"}] if board == "run.json" else [set(), {"2"}])
 
 
 @pytest.mark.slow
@@ -133,6 +140,24 @@ def test_every_query_finds_data_in_a_real_run(live: Prometheus, board: str, expr
 @pytest.mark.parametrize("expr", ASKED)
 def test_every_query_that_the_page_of_dashboards_names_finds_data_in_a_real_run(live: Prometheus, expr: str) -> None:
     assert drawable(live.ask(expr)) != []
+
+
+@pytest.mark.slow
+@needs_prometheus
+@pytest.mark.parametrize("name", BOARDS)
+def test_command_draws_every_panel_of_a_dashboard_with_data(live: Prometheus, name: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "board.svg"
+    command = [sys.executable, str(ROOT / "docs" / "dashboard.py"), "--prometheus", live.url]
+    command += ["--board", name.removesuffix(".json"), "--out", str(picture)]
+    command += ["--set", "rank=2"] if name == "rank.json" else []
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "")
+    drawn = "".join(ElementTree.parse(picture).getroot().itertext())
+    assert "No data" not in drawn
+    for panel in BOARDS[name]["panels"]:
+        assert panel["title"] in drawn
+    assert "faults.py:" in drawn  # where the rank hung
 
 
 # -- a run whose numbers are known
