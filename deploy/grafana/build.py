@@ -260,9 +260,10 @@ def run_panels() -> list[Any]:
             f"clamp_max({rank_mean('late_steps_total')}, 1)",
             "rank {{rank}}",
         ),
-        share(
+        lines(
             "What late ranks were doing",
-            "Late steps of all ranks for each step, by cause.",
+            "short",
+            "How many ranks are late in a step, by cause.",
             {
                 "{{cause}}": f"sum by (job, run, cause) ({rate('late_steps_total', RANK)}) "
                 f"/ on (job, run) group_left () (max by (job, run) ({rate('steps_total')}) > 0)"
