@@ -11,10 +11,12 @@ import argparse
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 from pathlib import Path
@@ -70,9 +72,14 @@ def chosen(board, source, given):
     for variable in board["templating"]["list"]:
         if variable["name"] in given or variable["type"] != "query":
             continue
+        if variable.get("includeAll"):
+            values[variable["name"]] = variable["allValue"]
+            continue
         of, label = LABEL_VALUES.fullmatch(replaced(variable["query"], values)).groups()
         found = source.ask(f"label/{label}/values", **{"match[]": of, "start": source.start, "end": source.end})
-        values[variable["name"]] = variable["allValue"] if variable.get("includeAll") else sorted(found)[0]
+        if not found:
+            sys.exit(f"no values for ${variable['name']} ({variable['query']}): was a run scraped in this time?")
+        values[variable["name"]] = sorted(found)[0]
     return values
 
 
@@ -136,9 +143,21 @@ def main():
     parser.add_argument("keys", nargs="*", help="of ./launch.sh, after --")
     own = parser.parse_args()
     board = json.loads((GRAFANA / "dashboards" / f"{own.board}.json").read_text())
+    titles = [panel["title"] for panel in board["panels"] if panel["type"] == "row"]
+    if unknown := [row for row in own.rows if row not in titles]:
+        parser.error(f"no row {unknown[0]!r} in {own.board}; it has {', '.join(titles)}")
+    if wrong := [each for each in own.set if "=" not in each]:
+        parser.error(f"--set {wrong[0]}: wants NAME=VALUE, such as rank=3")
+    if not own.prometheus and shutil.which("prometheus") is None:
+        parser.error("prometheus is not installed (Debian's package prometheus); --prometheus takes one that runs")
     now = time.time()
-    for source in [Source(own.prometheus, now - 60 * own.minutes, now)] if own.prometheus else of_run(own.keys):
-        draw(board, source, dict(each.split("=", 1) for each in own.set), own.rows, own.out)
+    try:
+        for source in [Source(own.prometheus, now - 60 * own.minutes, now)] if own.prometheus else of_run(own.keys):
+            draw(board, source, dict(each.split("=", 1) for each in own.set), own.rows, own.out)
+    except urllib.error.HTTPError as error:
+        sys.exit(f"{error.url.partition('?')[0]}: {error.read().decode()}")
+    except urllib.error.URLError as error:
+        sys.exit(f"{own.prometheus}: {error.reason}")
 
 
 if __name__ == "__main__":
