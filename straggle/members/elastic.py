@@ -55,6 +55,7 @@ class ElasticChannel(Channel):
         self._elastic, self._of_replica = elastic, of_replica
         self._formed: ProcessGroups | None = None
         self._made: Sequence[GlooGroup] = ()  # the groups of `formed`, by their type here
+        self._waits_for_old = threading.Lock()
         self.generation = -1
         self.ended: BaseException | None = None  # what ended the job for this rank
         self.closing = False
@@ -186,8 +187,11 @@ class ElasticChannel(Channel):
         """Free groups on a thread of its own: that takes long, and the members wait for whoever forms the next view."""
         for group in groups:
             group.drop()
-        while not (let_go() or self.closing):
+        # a frozen rank's old group ends with it, and many views may come meanwhile: one thread waits for all, since
+        # whoever sleeps looks afterwards at what the others have dropped
+        while not (let_go() or self.closing) and self._waits_for_old.acquire(blocking=False):
             time.sleep(_OLD_LOOK_S)
+            self._waits_for_old.release()
 
     def _is_annulled(self, view: View) -> bool:
         return not view.has_begun and self.membership.chain.annulled == view.job

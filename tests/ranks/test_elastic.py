@@ -6,6 +6,7 @@ import random
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -54,6 +55,7 @@ from straggle.members.wing import Members
 from straggle.merge.buffers import StageBuffers
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.current_deadline import CurrentDeadline
+from straggle.merge.groups import GlooGroup
 from straggle.merge.rank_parts import RankParts
 from straggle.merge.replica import Replica
 from straggle.merge.sides import Entry
@@ -821,6 +823,39 @@ def test_rank_that_enters_its_next_step_right_after_its_own_error_is_healed():
     assert [own[2] for own in results] == [0, 1, 1]
     assert len({own[:2] for own in results}) == 1
     assert results[0][3] == ()
+
+
+def change_views_while_an_old_group_does_not_end(rank):
+    """How many threads more there are after a change of members, after five more, and when that group has ended."""
+    channel, store = ElasticChannel(Elastic(), give_up_s=60.0), dist.HashStore()
+    with ThreadPoolExecutor(2) as places:
+        here, there = places.map(lambda place: GlooGroup(store, place, 2, 60.0, 60.0), range(2))
+    view, before = channel.membership.view, threading.active_count()
+
+    def more_threads(most, *, after_changes):
+        nonlocal view
+        for _ in range(after_changes):
+            view = view.with_joined(view.members, step=0, giver=rank)
+            assert channel.form(view)
+        until = time.monotonic() + 20.0  # the others end at once
+        while threading.active_count() > before + most and time.monotonic() < until:
+            time.sleep(0.01)
+        return threading.active_count() - before
+
+    try:
+        here.all_reduce(torch.ones(1))  # as with a rank that is frozen
+        here.drop()
+        counts = [more_threads(1, after_changes=number) for number in (1, 5)]
+        there.all_reduce(torch.ones(1)).wait()
+        return [*counts, more_threads(0, after_changes=0)]
+    finally:
+        there.drop()
+        channel.close()
+
+
+def test_one_thread_waits_for_old_groups_however_many_views_come():
+    # a rank that is frozen keeps its peers' group with it for minutes
+    assert run_ranks(change_views_while_an_old_group_does_not_end, 1) == [[1, 1, 0]]
 
 
 def walk_to_the_end(model, step, rank, board):
