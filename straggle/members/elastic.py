@@ -175,10 +175,19 @@ class ElasticChannel(Channel):
         if len(made) < 2:
             return False
         self._formed = ProcessGroups(made["data"], made["control"], view.ranks)
-        old, self._made = self._made, tuple(made.values())
         self.generation = view.generation
-        self.membership.spawn(self._drop, old)
+        self._replace(tuple(made.values()))
         return True
+
+    def leave_groups(self) -> None:
+        """This rank is no member. While it kept its groups, its peers would have to keep theirs with it."""
+        self._formed = None
+        self._replace(())
+
+    def _replace(self, made: Sequence[GlooGroup]) -> None:
+        old, self._made = self._made, made
+        if old:
+            self.membership.spawn(self._drop, old)
 
     def _note_unformed(self, view: View, error: Exception) -> None:
         _log.info("rank %d: generation %d was not formed: %s", self.name, view.generation, error)

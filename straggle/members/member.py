@@ -162,6 +162,8 @@ class Member:
             self._rank.rounds.merge_among_none()
             merging.takes_part_from, self._gives_at = sys.maxsize, -1
             self._membership.detector.is_out = True
+            if (current := merging.round) is not None:  # whoever still has it would hold the groups' connections
+                current.groups, current.launched, self.notes_of(current).last_message = None, [], None
             self.is_back = self.is_back and self.fell_behind  # if it fell behind, it is known already that it was away
             self.fell_behind = False
             merging.restore(merging.step)

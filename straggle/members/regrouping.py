@@ -150,6 +150,7 @@ class Regrouping:
         self._check_number(view, with_returning=True)
         if not membership.is_member:
             self._member.put_out()
+            self._channel.leave_groups()
             self._say_why(view)
             self._channel.generation = view.generation
             self._end_with_replica(view)

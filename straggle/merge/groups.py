@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -287,11 +287,6 @@ def _begun(work: dist.Work | None) -> dist.Work:
     return work
 
 
-class _Ends(Protocol):
-    def is_completed(self) -> bool:
-        """Whether it is over."""
-
-
 @dataclass(frozen=True)
 class _Limit:
     """By then the collectives of a group have ended, or run into its time limit."""
@@ -303,15 +298,15 @@ class _Limit:
 
 
 # groups that are not used any more, and what was launched in them; a deque, as a finalizer may come at any time
-_dropped: deque[tuple[Any, Collection[_Ends]]] = deque()
+_dropped: deque[tuple[Any, set[Any]]] = deque()
 
 
 def set_aside(group: Any, limit_s: float) -> None:
     """Keep a group in which something may be on its way, nobody knows what: for its time limit ``limit_s``."""
-    _set_aside(group, [_Limit(time.monotonic() + limit_s)])
+    _set_aside(group, {_Limit(time.monotonic() + limit_s)})
 
 
-def _set_aside(group: Any, works: Collection[_Ends]) -> None:
+def _set_aside(group: Any, works: set[Any]) -> None:
     """Keep a group until nothing is on its way in it.
 
     Freeing it before that waits for it, and so would Python as it ends: that never frees what has one reference more.
@@ -324,7 +319,8 @@ def _set_aside(group: Any, works: Collection[_Ends]) -> None:
 def let_go() -> bool:
     """Free the groups that were dropped and in which nothing is on its way any more; whether these are all of them.
 
-    gloo closes the connections of a group one after another, 10 ms each.
+    gloo closes the connections of a group one after another, 10 ms each. Each collective has a part in them: while one
+    is held, peers whose collectives need this rank are not told that it is gone.
     """
     for _ in range(len(_dropped)):
         try:
@@ -332,6 +328,7 @@ def let_go() -> bool:
         except IndexError:  # another thread has it
             break
         if all(work.is_completed() for work in works):
+            works.clear()
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
         else:
             _dropped.append((group, works))

@@ -55,10 +55,11 @@ from straggle.members.wing import Members
 from straggle.merge.buffers import StageBuffers
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.current_deadline import CurrentDeadline
-from straggle.merge.groups import GlooGroup
+from straggle.merge.groups import GlooGroup, let_go
 from straggle.merge.rank_parts import RankParts
 from straggle.merge.replica import Replica
 from straggle.merge.sides import Entry
+from straggle.merge.store import default_store
 from straggle.merge.wing import Wings
 from straggle.policies.fill_in import FillIn
 from straggle.source.replicated import slots_of
@@ -856,6 +857,36 @@ def change_views_while_an_old_group_does_not_end(rank):
 def test_one_thread_waits_for_old_groups_however_many_views_come():
     # a rank that is frozen keeps its peers' group with it for minutes
     assert run_ranks(change_views_while_an_old_group_does_not_end, 1) == [[1, 1, 0]]
+
+
+def stay_out_while_a_peer_looks(rank):
+    """Rank 1's code raises in a step that rank 0 merges, and stays away: whether rank 0 can free its old groups."""
+    model, store = StagedDataParallel(mlp(), members=Elastic(min_ranks=1)), default_store()
+    model.register_state()
+    try:
+        for step in range(1000):
+            with contextlib.suppress(Broken), model.step():
+                if (rank, step) == (1, 5):
+                    time.sleep(0.5)  # rank 0 has launched its own by then
+                    raise Broken
+                model(features(rank, step)).square().mean().backward()
+            if rank == 1 and step == 5:
+                store.get("rank 0 has looked")
+                return None
+            if model.member_ranks == (0,):
+                break
+        until = time.monotonic() + 20.0
+        while not (freed := let_go()) and time.monotonic() < until:
+            time.sleep(0.01)
+        store.set("rank 0 has looked", "")
+        return freed
+    finally:
+        model.close()
+
+
+def test_rank_that_is_put_out_does_not_keep_its_peers_old_groups():
+    # they are not told that it takes part no more, as long as it has its own
+    assert run_ranks(stay_out_while_a_peer_looks, 2) == [True, None]
 
 
 def walk_to_the_end(model, step, rank, board):

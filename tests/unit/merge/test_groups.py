@@ -72,6 +72,9 @@ def test_group_that_is_dropped_is_held_until_what_was_launched_in_it_is_over():
     other = there.all_reduce(torch.ones(4))
     assert is_over(other, 5.0)
     assert is_over(work, 5.0)
+    held = weakref.ref(work)
+    del work
     assert let_go()
+    assert held() is None  # or the connections would stay
     there.drop()
     assert let_go()
