@@ -94,12 +94,9 @@ class Job:
                 self.process.wait()
         return self.process.returncode
 
-    def close(self, also=lambda: None):
-        """End what still runs, and ``also`` what writes into the folder, and remove it."""
-        if self._words.closed:
-            return
+    def close(self):
+        """End what still runs, and remove the folder."""
         self.stop()
-        also()
         self._words.close()
         self._folder.cleanup()
 

@@ -22,10 +22,6 @@ class Scraped:
 
         self._server = Prometheus(folder)
 
-    @property
-    def pid(self):
-        return None if self._server is None else self._server.process.pid
-
     def problems(self, minutes, ranks):
         """Print what was scraped; what is not as wanted. Each rank is down while its process is started again."""
         if self._server is None:
