@@ -3,8 +3,8 @@
 The controller sends signals: SIGKILL, SIGSTOP, and SIGUSR1, on which a rank raises in its step what the file
 ``order.RANK`` says. Stalls, NaN and pauses are each rank's own, by chance (`members_soak_rank.py`). Rank 1 is never
 killed and its code never ends its process, so that what one process holds can be compared over the run. It is looked at
-in breaks: for as long as a rank is frozen, its peers hold their old groups with it. If a Prometheus is installed, it
-scrapes all ranks of a run of five minutes or more, with our rules and alerts.
+in breaks: for as long as a rank is frozen, its peers hold their old groups with it. Logs are rotated as logrotate's
+copytruncate does it. If a Prometheus is installed, it scrapes all ranks, with our rules and alerts.
 """
 
 import collections
@@ -32,6 +32,7 @@ START_S = 240.0
 END_AHEAD = 150  # steps between saying where the end is and the end
 BOUND_S = 2 * SUSPECT_S + 2.0  # of a step of a rank that nothing is wrong with: two silent peers, one after another
 AFTER_S = 10.0  # a rank that was hit heals, and its steps are no peer's
+ROTATE_S, ROTATE_BYTES = 5.0, 20_000
 LONG = 5.0  # minutes
 BREAKS = (0.1, 0.3, 0.5, 0.7)  # shares of a long run; a shorter one has the first, and each run has one at its end
 QUIET_S, QUIET_LOOKS = 2.0, 10  # all ranks take part, and the members have not changed for so long
@@ -95,10 +96,11 @@ class Soak:
         script = str(Path(__file__).with_name("members.py"))
         words = ["soak-rank", "--variant", given.variant, "--pace-s", str(given.pace_s)]
         self.job = Job(self.ranks, script, *words, preload=given.preload)
-        self.scraped = Scraped(self.job.folder) if self.minutes >= LONG else None
+        self.scraped = Scraped(self.job.folder)
         self.seen, self.chance = Seen(), random.Random(given.seed)
         self.faults = collections.Counter()
-        self.ended_by_us = 0
+        self.ended_by_us = self.num_rotated = 0
+        self.unexplained = []
         self.held = {"rank 1": [], "launcher": []}  # in each break: threads, descriptors, RSS in MB
         self.hits = []  # (when, until when its steps are nobody's measure, rank)
         self._deck = []
@@ -106,7 +108,7 @@ class Soak:
         self._tails = {}
         self._faulty = {}  # rank: (when it was hit, until when it is left alone, whether it is started again)
         self._wakes = []
-        self._began = time.time()
+        self._began = self._rotated_at = time.time()
 
     def run(self):
         """Until the end, or until it hangs; True: the job's status is 0."""
@@ -116,6 +118,7 @@ class Soak:
         while self.job.process.poll() is None:
             self._read()
             self._wake_stopped()
+            self._rotate()
             if breaks and self.share() >= breaks[0]:
                 breaks = breaks[self._look() :]
             elif self.share() >= 1.0 and self.seen.num_put_out() >= self.changes:
@@ -185,6 +188,17 @@ class Soak:
             self._wakes.remove((at, rank))
             self.job.signal(rank, signal.SIGCONT)
 
+    def _rotate(self):
+        """What logrotate's copytruncate does: the file stays the process's own, and is empty again."""
+        if time.time() - self._rotated_at < ROTATE_S:
+            return
+        self._rotated_at = time.time()
+        for path in (self.job.folder / "logs").glob("*.log"):
+            if path.stat().st_size > ROTATE_BYTES:
+                self.unexplained += unexplained(path.name, path.read_text())
+                os.truncate(path, 0)
+                self.num_rotated += 1
+
     def _look(self):
         """In a break: note the least that each process holds while all is quiet; whether that is done."""
         if len(self._free()) < self.ranks or time.time() - self.seen.changed_at < QUIET_S:
@@ -213,8 +227,7 @@ class Soak:
     def close(self):
         """End what still runs."""
         self.job.stop()
-        if self.scraped is not None:
-            self.scraped.close()
+        self.scraped.close()
         self.job.close()
 
 
@@ -260,6 +273,7 @@ def _problems(run, *, well):
         problems.append(f"{ends} processes ended early, and the controller ended {run.ended_by_us}:\n{words[-2000:]}")
     for name, text in run.job.logs().items():
         problems += unexplained(name, text)
+    problems += run.unexplained
     ends, out = run.job.hashes(), sorted(path.suffix[1:] for path in run.job.folder.glob("out.*"))
     if out:
         print(f"out when the others came to their end: ranks {', '.join(out)}")
@@ -270,8 +284,7 @@ def _problems(run, *, well):
     files = sum(1 for name in ("logs", "run", "pids") for _ in (run.job.folder / name).rglob("*"))
     if files > FILES * run.ranks:
         problems.append(f"{files} files: more than {FILES} for each rank")
-    problems += _show(run) + _long_steps(run) + _growth(run)
-    return problems + (run.scraped.problems(run.minutes, run.ranks) if run.scraped is not None else [])
+    return problems + _show(run) + _long_steps(run) + _growth(run) + run.scraped.problems(run.minutes, run.ranks)
 
 
 def _show(run):
@@ -288,7 +301,7 @@ def _show(run):
         done.update(own)
     print(
         f"{run.ranks} ranks, {seen.step} steps in {60 * run.minutes * run.share():.0f} s; "
-        f"{seen.num_put_out()} times a rank was put out, {seen.generation} views"
+        f"{seen.num_put_out()} times a rank was put out, {seen.generation} views; logs rotated {run.num_rotated} times"
     )
     print("faults: " + ", ".join(f"{number} {kind}" for kind, number in sorted(run.faults.items())))
     print("by the ranks themselves: " + ", ".join(f"{number} {kind}" for kind, number in sorted(done.items())))

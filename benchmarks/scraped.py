@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+import time
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
@@ -13,7 +14,7 @@ class Scraped:
     """The server of the tests of dashboards, for the targets in ``folder``/run; none if it is not installed."""
 
     def __init__(self, folder):
-        self._server = None
+        self._server, self._began_at = None, time.monotonic()
         (folder / "run" / "targets").mkdir(parents=True)
         if shutil.which("prometheus") is None:
             print("prometheus is not installed (Debian's package prometheus): nothing is scraped")
@@ -26,7 +27,7 @@ class Scraped:
         """Print what was scraped; what is not as wanted. Each rank is down while its process is started again."""
         if self._server is None:
             return []
-        window = f"[{max(1, round(60 * minutes))}s]"
+        window = f"[{round(time.monotonic() - self._began_at)}s]"
         scrapes = self._by_rank(f"count_over_time(straggle_steps_total{window})")
         most_samples = self._by_rank(f"max_over_time(scrape_samples_scraped{window})")
         print(f"\nscraped by Prometheus every {EVERY_S} s: " + ", ".join(f"{n:.0f}" for n in scrapes.values()), end="")
