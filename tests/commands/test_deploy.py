@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +17,14 @@ from typing import Any
 
 import pytest
 import yaml
-from ranks import run_command
+from launch_jobs import wait_for_end
+from ranks import started_command, straggle_main
 from repository import ROOT
+from torchrun import started_agent
 from training import TINY
 
 from straggle.commands.config import load
+from straggle.commands.launching.launch_options import arguments as launch_arguments
 from straggle.members.agents import DO_NOT_RESTART
 
 DEPLOY = ROOT / "deploy"
@@ -87,9 +89,9 @@ def slurm(
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
 
 
-def torchrun_of(folder: Path, body: str) -> None:
-    """In place of torchrun, where only what the script gives to it or takes from it counts."""
-    path = folder / "bin" / "torchrun"
+def program_of(folder: Path, name: str, body: str) -> None:
+    """In place of a program, where only what the script gives to it or takes from it counts."""
+    path = folder / "bin" / name
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"#!/bin/bash\n{body}\n")
     path.chmod(0o755)
@@ -97,11 +99,18 @@ def torchrun_of(folder: Path, body: str) -> None:
 
 @pytest.mark.slow
 def test_batch_script_trains_on_two_nodes_and_goes_on_when_it_is_submitted_again(tmp_path: Path) -> None:
-    # the command of the first submission alone: starting it as Slurm does would show no more, for 15 s of CPU
-    keys = ("resume=auto", *TINY, "faults=none", "run_dir=run")
-    run_command("train", 2, *keys, "steps=4", folder=tmp_path)
-    done = slurm(tmp_path, *TINY, "faults=none", "steps=7", "run_dir=run")
-    assert done.returncode == 0, done.stdout + done.stderr
+    """What it starts on each node is started here without the seconds of loading torch."""
+    program_of(tmp_path, "torchrun", 'echo "$@"')
+    for steps in (4, 7):
+        nodes = slurm(tmp_path, *TINY, "faults=none", f"steps={steps}", "run_dir=run").stdout.splitlines()
+        assert len(nodes) == 2
+        with contextlib.ExitStack() as stack:
+            agents = []
+            for options, words in (node.split(" -m straggle ") for node in nodes):
+                command = (options.split(), straggle_main, *words.split())
+                agents.append(stack.enter_context(started_agent(*command, folder=tmp_path)))
+            ended = [agent.status(200.0) for agent in agents]
+            assert ended == [0, 0], "".join(agent.log.read_text() for agent in agents)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["steps"] == 7
     assert len(summary["parameters_sha256"]) == 2
@@ -111,9 +120,9 @@ def test_batch_script_trains_on_two_nodes_and_goes_on_when_it_is_submitted_again
 
 
 def test_batch_script_fails_where_the_training_does(tmp_path: Path) -> None:
-    torchrun_of(tmp_path, "exit $((SLURM_NODEID * 3))")
+    program_of(tmp_path, "torchrun", "exit $((SLURM_NODEID * 3))")
     assert slurm(tmp_path, "steps=4").returncode == 3
-    torchrun_of(tmp_path, "exit 0")
+    program_of(tmp_path, "torchrun", "exit 0")
     assert slurm(tmp_path, "steps=4").returncode == 0
 
 
@@ -124,7 +133,7 @@ def test_batch_script_fails_where_the_training_does(tmp_path: Path) -> None:
 def test_batch_script_starts_a_worker_for_each_gpu_or_as_many_as_it_is_told(
     variables: dict[str, str], workers: int, tmp_path: Path
 ) -> None:
-    torchrun_of(tmp_path, 'echo "$@"')
+    program_of(tmp_path, "torchrun", 'echo "$@"')
     printed = slurm(tmp_path, "steps=4", **variables).stdout.splitlines()
     assert len(printed) == 2  # on each node
     for line in printed:
@@ -132,30 +141,34 @@ def test_batch_script_starts_a_worker_for_each_gpu_or_as_many_as_it_is_told(
         assert line.endswith("-m straggle train resume=auto steps=4")
 
 
-@pytest.mark.slow
-def test_batch_script_of_members_goes_on_without_a_node_that_is_lost(tmp_path: Path) -> None:
-    done = threading.Event()
+# the store, which the script has to end; the first node, which ends well; and the second one, which is lost
+STRAGGLE = """
+case "$*" in *--store-only*) echo "$$ $*" >store.part && mv store.part store && exec sleep 1000 ;; esac
+until [ -e store ]; do sleep 0.01; done
+echo "$STRAGGLE_JOB_SECRET $*" >node$SLURM_NODEID
+[ "$SLURM_NODEID" = 0 ] || kill -KILL $$
+"""
 
-    def lose_a_node() -> None:
-        while not done.wait(0.1):
-            if len(lines(tmp_path / "run" / "trace.jsonl")) > 5:
-                os.kill(int((tmp_path / "pid1").read_text()), signal.SIGKILL)
-                return
 
-    killer = threading.Thread(target=lose_a_node)
-    killer.start()
-    try:
-        keys = (*TINY, "faults=pace", "faults.pace.factor=6", "metrics=none", "steps=100", "run_dir=run")
-        ended = slurm(tmp_path, *keys, "members.min_ranks=1", script="members")
-    finally:
-        done.set()
-        killer.join()
+def test_batch_script_of_members_outlives_a_node_that_is_lost_and_ends_its_store(tmp_path: Path) -> None:
+    program_of(tmp_path, "straggle", STRAGGLE)
+    ended = slurm(tmp_path, "steps=100", "members.min_ranks=1", script="members")
     assert ended.returncode == 128 + signal.SIGKILL, ended.stdout + ended.stderr  # the task that was killed
     assert {"--no-kill", "--kill-on-bad-exit=0", "--wait=0"} <= set((tmp_path / "srun").read_text().split())
-    steps = lines(tmp_path / "run" / "trace.jsonl")
-    assert [step["step"] for step in steps] == list(range(100))
-    assert [rank["rank"] for rank in steps[-1]["ranks"] if rank["absent"]] == [1]
-    assert len(set(json.loads((tmp_path / "run" / "summary.json").read_text())["parameters_sha256"])) == 1
+    pid, *store = (tmp_path / "store").read_text().split()
+    wait_for_end(int(pid))
+    secrets = set()
+    for number in range(2):
+        secret, *words = (tmp_path / f"node{number}").read_text().split()
+        given = launch_arguments(words[1:], {"STRAGGLE_JOB_SECRET": secret})
+        secrets.add(secret)
+        assert (given.nnodes, given.node_rank, given.nproc_per_node, given.external_store) == (2, number, 1, True)
+        assert (given.module, given.script, given.preload) == (True, "straggle", ("straggle.commands.train",))
+        assert store == ["launch", "--store-only", "--port", str(given.rdzv_endpoint.port)]
+        config = load("train", given.arguments[1:])
+        assert (config.resume, config.members.min_ranks, config.steps) == ("auto", 1, 100)
+    (secret,) = secrets
+    assert len(secret) == 32
 
 
 # one task for each rank; what pyxis would make of its options is left out
@@ -171,16 +184,23 @@ exit $status
 """
 
 
-@pytest.mark.slow
 def test_each_task_of_the_script_with_a_container_is_a_rank(tmp_path: Path) -> None:
     variables = {"SLURM_NTASKS": "2", "IMAGE": "straggle.sqsh"}
-    (tmp_path / "bin").mkdir()
-    python = tmp_path / "bin" / "python3"  # the container's
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
+    program_of(tmp_path, "python3", 'env -0 >"environment$SLURM_PROCID"; echo "$@"')  # the container's
     keys = (*TINY, "faults=none", "metrics=none", "report=false", "steps=4", "run_dir=run")
     done = slurm(tmp_path, *keys, script="container", srun=SRUN_OF_TASKS, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
+    (command,) = set(done.stdout.splitlines())
+    assert command.startswith("-m straggle train resume=auto ")
+    with contextlib.ExitStack() as stack:  # as python3 would, without the seconds of loading torch
+        ranks = []
+        for task in range(2):
+            given = (tmp_path / f"environment{task}").read_text().strip("\0").split("\0")
+            environment = dict(variable.split("=", 1) for variable in given)
+            words = command.split()[2:]
+            ranks.append(stack.enter_context(started_command(*words, folder=tmp_path, environment=environment)))
+        ended = [rank.status(200.0) for rank in ranks]
+        assert ended == [0, 0], "".join(rank.log.read_text() for rank in ranks)
     options = (tmp_path / "srun").read_text().splitlines()
     assert "--container-image=straggle.sqsh" in options
     assert f"--container-mounts={tmp_path}/runs:/runs" in options

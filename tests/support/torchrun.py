@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,16 +39,25 @@ def started_torchrun(
     function: Callable[..., object], *args: Any, folder: Path, num_ranks: int = 2, max_restarts: int = 0
 ) -> Iterator[Torchrun]:
     """``torchrun --standalone``, started in ``folder`` and killed at the end; each worker runs ``function(*args)``."""
+    options = [f"--nproc-per-node={num_ranks}", f"--max-restarts={max_restarts}"]
+    options += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=test"]  # which --standalone stands for
+    with started_agent(options, function, *args, folder=folder) as agent:
+        yield agent
+
+
+@contextlib.contextmanager
+def started_agent(
+    options: Sequence[str], function: Callable[..., object], *args: Any, folder: Path
+) -> Iterator[Torchrun]:
+    """``torchrun`` with these options, started in the same way; the agent of one node."""
     with tempfile.TemporaryDirectory() as pids:
-        words = (Path(pids), num_ranks, max_restarts, function, args)
+        words = (tuple(options), Path(pids), function, args)
         with started(_agent, *words, folder=folder, environment=ENVIRONMENT) as agent:
             yield Torchrun(agent.process, agent.log, Path(pids))
 
 
-def _agent(pids: Path, num_ranks: int, max_restarts: int, function: Callable[..., object], args: Any) -> None:
-    options = [f"--nproc-per-node={num_ranks}", f"--max-restarts={max_restarts}", "--start-method=fork"]
-    options += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=test"]  # which --standalone stands for
-    config, _, _ = config_from_args(get_args_parser().parse_args([*options, "script"]))
+def _agent(options: Sequence[str], pids: Path, function: Callable[..., object], args: Any) -> None:
+    config, _, _ = config_from_args(get_args_parser().parse_args(["--start-method=fork", *options, "script"]))
     elastic_launch(config, _worker)(pids, function, args)
 
 
