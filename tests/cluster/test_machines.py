@@ -12,28 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from machines import Machine, made_machines
+from machines import BY_ENDPOINT, Machine, by_hand, commands_of_several_nodes, lines_of, made_machines
 from network import Network
 from repository import ROOT
 from training import TINY
 
 SECRET = "0123456789abcdef" * 2
 KEYS = (*TINY, "faults=none", "metrics=none", "report=false")
-TRAINJOB = ROOT / "deploy" / "kubernetes" / "trainjob.yaml"
-
-
-def lines_of(page: str, heading: str, language: str) -> list[str]:
-    """The lines of the first block of this language under a heading."""
-    section = (ROOT / page).read_text().partition(f"\n## {heading}\n")[2]
-    return (section.partition(f"\n```{language}\n")[2].partition("\n```\n")[0]).splitlines()
-
-
-def commands_of_several_nodes() -> list[str]:
-    found = lines_of("docs/cluster.md", "Several machines", "bash")
-    assert len(found) == 3
-    (by_hand,) = re.findall(r"`(torchrun --nnodes 2 .*?)`", (ROOT / "deploy" / "README.md").read_text())
-    return [*found, by_hand]
 
 
 @contextlib.contextmanager
@@ -50,44 +35,19 @@ def fire_walled(folder: Path) -> Iterator[tuple[Network, list[Machine]]]:
         assert [machine.refused() for machine in machines] == [0, 0]
 
 
-def slurm_on(number: int, folder: Path) -> dict[str, str]:
-    """What `srun` gives a task of this node, and Slurm's other command that launch.sh asks."""
-    (folder / "bin").mkdir(exist_ok=True)
-    (folder / "bin" / "scontrol").write_text("#!/bin/sh\nprintf 'node0\\nnode1\\n'\n")
-    (folder / "bin" / "scontrol").chmod(0o755)
-    job = {"SLURM_JOB_ID": "9500", "SLURM_STEP_ID": "0", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[0-1]"}
-    return {**job, "SLURM_NODEID": str(number)}
-
-
-def kubeflow_on(number: int) -> dict[str, str]:
-    """What the runtime torch-distributed gives the pod with this number."""
-    place = {"PET_MASTER_ADDR": "node0", "PET_MASTER_PORT": "29500"}
-    return {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(number), **place}
-
-
-def trainjob() -> str:
-    (job,) = [one for one in yaml.safe_load_all(TRAINJOB.read_text()) if one["kind"] == "TrainJob"]
-    return " ".join(job["spec"]["trainer"]["command"])
-
-
 def start(command: str, number: int, machine: Machine, folder: Path, *keys: str) -> subprocess.Popen[bytes]:
     """A command of a page as it is given on this machine, with one worker there."""
-    variables = {"WORKERS": "1"}
-    if command.startswith("srun "):
-        command = re.sub(r"srun (--\S+ )*", "", command)
-        variables |= slurm_on(number, folder)
-        command = f'PATH="{folder}/bin:$PATH" {command}'
-    elif command == trainjob():
-        variables |= kubeflow_on(number)
-    command = re.sub(r"(NODE_RANK=|--node-rank )0", rf"\g<1>{number}", command)
+    command = re.sub(r"--node-rank 0", f"--node-rank {number}", command)
     command = re.sub(r"--nproc-per-node \d+", "--nproc-per-node 1", command)
-    return machine.start(["bash", "-c", " ".join([command, *keys])], folder / f"{machine.host}.log", **variables)
+    return machine.start(["bash", "-c", " ".join([command, *keys])], folder / f"{machine.host}.log", WORKERS="1")
 
 
+# one for each kind of rendezvous; the others start torchrun in the same way, as tests/commands sees
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("command", [*commands_of_several_nodes(), trainjob()])
+@pytest.mark.parametrize("command", [BY_ENDPOINT, by_hand()])
 def test_cluster_commands_train_on_two_machines_behind_the_documented_firewall(command: str, tmp_path: Path) -> None:
+    assert command in [*commands_of_several_nodes(), by_hand()]
     if "launch.sh" in command and not [*ROOT.glob(".venv/.installed-dev-*"), *ROOT.glob(".venv/.installed-train-*")]:
         pytest.skip("launch.sh would install its environment, and no registry is reached from there")
     run_dir = tmp_path / "run"

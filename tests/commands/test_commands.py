@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from machines import BY_ENDPOINT, by_hand, commands_of_several_nodes
 from ranks import run_command
 from repository import ROOT
 from rich.console import Console
@@ -227,6 +228,28 @@ def test_launch_takes_torchruns_variables_and_its_own_come_first(tmp_path: Path)
     assert "python 6 -m straggle check train" in printed
     printed = launch_of(tmp_path, "steps=2", NODE_RANK="0", WORKERS="2", PET_NPROC_PER_NODE="auto", **KUBEFLOW)
     assert "--node-rank 0 --master-addr node0 --master-port 29 --nproc-per-node 2 -m" in printed
+
+
+def slurm_of_two(folder: Path) -> dict[str, str]:
+    """What `srun` gives the task of the second node, and Slurm's other command that launch.sh asks."""
+    (folder / "bin").mkdir()
+    (folder / "bin" / "scontrol").write_text("#!/bin/sh\nprintf 'node0\\nnode1\\n'\n")
+    (folder / "bin" / "scontrol").chmod(0o755)
+    job = {"SLURM_JOB_ID": "9500", "SLURM_STEP_ID": "0", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[0-1]"}
+    return {**job, "SLURM_NODEID": "1", "PATH": os.pathsep.join([str(folder / "bin"), os.environ["PATH"]])}
+
+
+def test_each_command_for_several_machines_starts_torchrun_as_one_that_trains_on_two(tmp_path: Path) -> None:
+    """Those two are run in tests/cluster: torchrun by hand, and launch.sh with an endpoint."""
+    static, endpoint, slurm = commands_of_several_nodes()
+    assert endpoint == BY_ENDPOINT
+    assert slurm == "srun --nodes=2 --ntasks-per-node=1 ./launch.sh"
+    variables = dict(word.split("=") for word in static.split()[:-1])
+    words, train = by_hand().replace("--node-rank 0", "--node-rank 1").split(" --nproc-per-node 8 ")
+    for environment in ({**variables, "NODE_RANK": "1"}, slurm_of_two(tmp_path)):
+        printed = launch_of(tmp_path, "steps=2", WORKERS="1", **environment)
+        expected = f"torchrun none {words.removeprefix('torchrun ')} --nproc-per-node 1 {train} steps=2"
+        assert expected in " ".join(printed.split())
 
 
 def test_what_is_installed_with_the_extra_dev_is_not_installed_again(tmp_path: Path) -> None:

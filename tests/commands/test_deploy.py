@@ -18,8 +18,10 @@ from typing import Any
 import pytest
 import yaml
 from launch_jobs import wait_for_end
+from machines import by_hand
 from ranks import started_command, straggle_main
 from repository import ROOT
+from torch.distributed.run import config_from_args, get_args_parser
 from torchrun import started_agent
 from training import TINY
 
@@ -291,6 +293,21 @@ def test_trainjob_follows_the_types_of_kubeflow_and_leaves_to_its_runtime_what_t
     assert volume["persistentVolumeClaim"]["claimName"] == kinds["PersistentVolumeClaim"]["metadata"]["name"]
     trainer["numNodez"] = 4
     assert api.TrainerV1alpha1TrainJob.from_dict(job).to_dict() != job
+
+
+def test_variables_of_kubeflow_are_to_torchrun_what_the_options_by_hand_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job by hand trains on two machines in tests/cluster."""
+    (job,) = [one for one in manifests("trainjob").values() if one["kind"] == "TrainJob"]
+    program, *words = job["spec"]["trainer"]["command"]
+    options = by_hand().replace("--nproc-per-node 8", "--nproc-per-node 1").split()
+    assert [program, *words] == [options[0], *options[-3:]]
+    expected, _, _ = config_from_args(get_args_parser().parse_args(options[1:]))
+    place = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500", "NNODES": "2", "NPROC_PER_NODE": "1", "NODE_RANK": "0"}
+    for name, value in place.items():  # what the runtime torch-distributed gives a pod
+        monkeypatch.setenv(f"PET_{name}", value)
+    config, _, _ = config_from_args(get_args_parser().parse_args(words))
+    for name in ("min_nodes", "max_nodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_configs"):
+        assert getattr(config, name) == getattr(expected, name), name
 
 
 def test_members_and_their_store_find_each_other() -> None:

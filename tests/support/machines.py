@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,26 @@ from network import Network, made_network
 from repository import ROOT
 
 GIGABIT = {"rate": 1e9, "delay": 0.0005}
+BY_ENDPOINT = "NNODES=2 RDZV_ENDPOINT=node0:29400 RDZV_ID=job7 ./launch.sh"
+
+
+def lines_of(page: str, heading: str, language: str) -> list[str]:
+    """The lines of the first block of this language under a heading."""
+    section = (ROOT / page).read_text().partition(f"\n## {heading}\n")[2]
+    return (section.partition(f"\n```{language}\n")[2].partition("\n```\n")[0]).splitlines()
+
+
+def commands_of_several_nodes() -> list[str]:
+    """Those of the page on clusters, for the first of two machines."""
+    found = lines_of("docs/cluster.md", "Several machines", "bash")
+    assert len(found) == 3
+    return found
+
+
+def by_hand() -> str:
+    """torchrun without launch.sh, as the page on deploying has it."""
+    (command,) = re.findall(r"`(torchrun --nnodes 2 .*?)`", (ROOT / "deploy" / "README.md").read_text())
+    return str(command)
 
 
 @dataclass(frozen=True)
