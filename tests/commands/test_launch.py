@@ -172,7 +172,8 @@ def test_restarted_worker_has_a_group_though_no_peer_comes_to_it(tmp_path: Path)
         dist.all_reduce(x)
         leave("sum", str(x.item()))
     """
-    with launched(tmp_path, body + WAITS, "--nproc-per-node=2", GLOO_SOCKET_IFNAME="lo") as job:
+    options = ("--preload=torch", "--nproc-per-node=2")  # which is loaded once
+    with launched(tmp_path, body + WAITS, *options, GLOO_SOCKET_IFNAME="lo") as job:
         wait_for(job, tmp_path, "pid.0.0", "pid.1.0")
         os.kill(int(left(tmp_path, "pid", 1)), signal.SIGKILL)
         wait_for(job, tmp_path, "pid.1.1")

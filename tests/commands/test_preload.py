@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -196,9 +195,10 @@ if __name__ == "__main__":
 def test_forked_workers_train_with_loaders_of_their_own_and_draw_different_numbers(tmp_path: Path) -> None:
     path = tmp_path / "worker.py"
     path.write_text(TRAINS)
-    words = [sys.executable, "-m", "straggle", "launch", "--preload=torch,numpy", "--nproc-per-node=2", str(path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    subprocess.run(words, cwd=tmp_path, env=environment, check=True, timeout=200)
+    words = ["--preload=torch,numpy", "--nproc-per-node=2", path]
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    with started_command("launch", *words, folder=tmp_path, environment=environment) as job:
+        assert job.status(200.0) == 0, job.log.read_text()
     first, second = (json.loads((tmp_path / f"trained.{rank}").read_text()) for rank in range(2))
     assert first[0] == second[0] == ["torch", "torch._dynamo", "numpy"]
     assert first[1] == second[1]

@@ -1,11 +1,16 @@
 """The command that simulates, and how much memory it needs."""
 
 import json
-import subprocess
-import sys
+import resource
+from pathlib import Path
 
 import pytest
-from ranks import run_command
+from ranks import run_command, started
+
+from straggle import AutoDeadline
+from straggle.lab.simulate.delays import DropCompute
+from straggle.lab.simulate.ranks import simulate
+from straggle.lab.simulate.units import Work
 
 
 @pytest.mark.slow
@@ -27,14 +32,13 @@ def test_what_is_for_hydra_is_left_to_it(tmp_path):
     assert "ranks: 4" in run_command("simulate", 1, *keys, "--cfg", "job", folder=tmp_path)  # and its flags
 
 
+def memory_of_many_ranks():
+    simulate(100, 100_000, Work(1.0), DropCompute(), AutoDeadline())
+    Path("kibibytes").write_text(str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
+
+
 @pytest.mark.slow
-def test_a_hundred_thousand_ranks_stay_within_four_gibibytes():
-    script = (
-        "import resource, torch; torch.set_num_threads(1)\n"
-        "from straggle import AutoDeadline; from straggle.lab.simulate.delays import DropCompute\n"
-        "from straggle.lab.simulate.ranks import simulate; from straggle.lab.simulate.units import Work\n"
-        "simulate(100, 100_000, Work(1.0), DropCompute(), AutoDeadline())\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 4 * 2**20  # kibibytes
+def test_a_hundred_thousand_ranks_stay_within_four_gibibytes(tmp_path):
+    with started(memory_of_many_ranks, folder=tmp_path) as process:
+        assert process.status(200.0) == 0, process.log.read_text()
+    assert int((tmp_path / "kibibytes").read_text()) < 4 * 2**20

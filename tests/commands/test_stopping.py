@@ -150,7 +150,10 @@ def test_terminated_run_leaves_a_checkpoint_and_goes_on_as_if_it_had_not_been(ru
     done = saved_step(run)
     assert done == (run / "trace.jsonl").read_text().count("\n") < 100_000
     assert f"stopped after step {done} of 100000" in printed
-    assert codes == ([1] if run_of is run_of_torchrun else [0, 0])  # torchrun says that it was ended by a signal
+    if run_of is run_of_torchrun:
+        assert codes == [1]  # it says that it was ended by a signal; what its ranks leave is what the others leave
+        return
+    assert codes == [0, 0]
     for name in ("run", "whole"):
         keys = (*KEYS, f"steps={done + 5}", f"run_dir={name}", "resume=auto")
         run_command("train", 2, *keys, folder=tmp_path)

@@ -281,7 +281,8 @@ def test_sharded_example_runs_on_four_ranks_and_the_replica_of_the_slow_one_is_l
 
 @pytest.mark.slow
 def test_replicas_example_goes_on_without_the_replica_whose_rank_dies(tmp_path: Path) -> None:
-    words = ["--nproc-per-node=4", "--replica-size=2", "--preload=torch", ROOT / "examples" / "replicas_loop.py"]
+    preload = "--preload=straggle,torch.distributed.fsdp,torch._dynamo"  # each start would load them, for 3 s of CPU
+    words = ["--nproc-per-node=4", "--replica-size=2", preload, ROOT / "examples" / "replicas_loop.py"]
     with started_command("launch", *words, folder=tmp_path) as job:
         assert job.status(240.0) == 0, job.log.read_text()
     printed = job.log.read_text()

@@ -10,7 +10,8 @@ import pytest
 import torch
 from advice import case, check, follow, sgd
 from launched import as_launched
-from ranks import digest, run_ranks
+from loaded import ranks_with
+from ranks import digest
 from training import features, mlp
 
 import straggle
@@ -209,8 +210,12 @@ def run_cases(rank, cases):
     return follow(rank, globals()[cases])
 
 
-@pytest.mark.parametrize(("cases", "package"), [("FRAMEWORKS", "transformers"), ("LIGHTNING", "lightning")])
-def test_advice_of_integrations_can_be_followed(cases, package):
+@pytest.mark.parametrize(
+    ("cases", "package", "loaded"),
+    [("FRAMEWORKS", "transformers", "transformers.trainer"), ("LIGHTNING", "lightning", "lightning.pytorch")],
+)
+def test_advice_of_integrations_can_be_followed(cases, package, loaded):
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
-    check(*run_ranks(run_cases, 2, cases, timeout_s=240))
+    with ranks_with(loaded) as run_loaded:
+        check(*run_loaded(run_cases, 2, cases, timeout_s=240))

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from launched import as_launched
-from ranks import digest, run_ranks
+from loaded import ranks_with
+from ranks import digest
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -17,6 +18,12 @@ pytestmark = [
     pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed"),
 ]
 NUM_RANKS, FOUR = 2, 4
+
+
+@pytest.fixture(scope="module")
+def run_loaded():
+    with ranks_with("lightning.pytorch") as run:
+        yield run
 
 
 def module_kind():
@@ -139,8 +146,8 @@ def beside_ddp(rank, folder):
     return results, digest(module.parameters()), digest(again.parameters()), logged
 
 
-def test_trains_as_under_ddp_and_goes_on_from_a_checkpoint(tmp_path):
-    ranks = run_ranks(beside_ddp, NUM_RANKS, str(tmp_path), timeout_s=240)
+def test_trains_as_under_ddp_and_goes_on_from_a_checkpoint(tmp_path, run_loaded):
+    ranks = run_loaded(beside_ddp, NUM_RANKS, str(tmp_path), timeout_s=240)
     for results, _, again, _ in ranks:
         for ddp, staged in results.values():
             assert staged == ddp
@@ -171,8 +178,8 @@ def refused_by_ddp(rank, folder):
     return results
 
 
-def test_none_lateness_and_uneven_loaders_leave_replicas_equal(tmp_path):
-    first, *others = run_ranks(refused_by_ddp, FOUR, str(tmp_path), timeout_s=240)
+def test_none_lateness_and_uneven_loaders_leave_replicas_equal(tmp_path, run_loaded):
+    first, *others = run_loaded(refused_by_ddp, FOUR, str(tmp_path), timeout_s=240)
     assert others == [first] * (FOUR - 1)
     assert [steps for _, steps, _ in first] == [6, 6, 10]
 
@@ -251,8 +258,8 @@ def in_the_middle(rank, folder):
     return ends
 
 
-def test_what_ddp_does_with_an_accumulation_that_is_left_in_the_middle(tmp_path):
-    first, second = run_ranks(in_the_middle, NUM_RANKS, str(tmp_path), timeout_s=240)
+def test_what_ddp_does_with_an_accumulation_that_is_left_in_the_middle(tmp_path, run_loaded):
+    first, second = run_loaded(in_the_middle, NUM_RANKS, str(tmp_path), timeout_s=240)
     assert first == second
     ddp, staged, _ = first.pop("resumed")
     assert staged[:2] == ddp[:2]
@@ -290,8 +297,8 @@ def refused(rank, folder):
     return said
 
 
-def test_what_is_refused_is_told_what_to_do(tmp_path):
-    fetches, closure, unused, hook = run_ranks(refused, NUM_RANKS, str(tmp_path), timeout_s=120)[0]
+def test_what_is_refused_is_told_what_to_do(tmp_path, run_loaded):
+    fetches, closure, unused, hook = run_loaded(refused, NUM_RANKS, str(tmp_path), timeout_s=120)[0]
     assert "write training_step(self, batch, batch_idx)" in fetches
     assert "use another optimizer" in closure
     assert "leave it out" in unused
@@ -312,8 +319,8 @@ def one_that_fails(rank, folder):
     fitted(folder, StagedStrategy(), module_kind()(), callbacks=[LambdaCallback(on_train_batch_end=fail)])
 
 
-def test_an_error_between_two_micro_batches_is_told_to_the_other_ranks(tmp_path):
-    first, second = run_ranks(one_that_fails, NUM_RANKS, str(tmp_path), timeout_s=60, outcomes=True)
+def test_an_error_between_two_micro_batches_is_told_to_the_other_ranks(tmp_path, run_loaded):
+    first, second = run_loaded(one_that_fails, NUM_RANKS, str(tmp_path), timeout_s=60, outcomes=True)
     assert first.kind == "PeerFailed"
     assert "a bad callback" in first.message
     assert second.kind == "ArithmeticError"
@@ -341,7 +348,7 @@ def fine_tuned(rank, folder):
     return digest(module.parameters()), module.seen, before != digest(module.backbone.parameters())
 
 
-def test_backbone_that_a_callback_unfreezes_is_trained_alike_on_all_ranks(tmp_path):
-    first, second = run_ranks(fine_tuned, NUM_RANKS, str(tmp_path), timeout_s=240)
+def test_backbone_that_a_callback_unfreezes_is_trained_alike_on_all_ranks(tmp_path, run_loaded):
+    first, second = run_loaded(fine_tuned, NUM_RANKS, str(tmp_path), timeout_s=240)
     assert first == second
     assert first[2]

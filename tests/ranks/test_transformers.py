@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from launched import as_launched
-from ranks import Raised, digest, run_ranks
+from loaded import ranks_with
+from ranks import Raised, digest
 from torch import nn
 
 pytestmark = [
@@ -16,6 +17,12 @@ pytestmark = [
     pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed"),
 ]
 NUM_RANKS, FOUR = 2, 4
+
+
+@pytest.fixture(scope="module")
+def run_loaded():
+    with ranks_with("transformers.trainer", "transformers.models.gpt2.modeling_gpt2") as run:
+        yield run
 
 
 def tiny_gpt():
@@ -112,8 +119,8 @@ def beside_ddp(rank, folder):
     return runs
 
 
-def test_trains_as_under_ddp(tmp_path):
-    for rank, runs in enumerate(run_ranks(beside_ddp, NUM_RANKS, str(tmp_path), timeout_s=240)):
+def test_trains_as_under_ddp(tmp_path, run_loaded):
+    for rank, runs in enumerate(run_loaded(beside_ddp, NUM_RANKS, str(tmp_path), timeout_s=240)):
         for name, (ddp, staged) in runs.items():
             assert ddp["steps"] == staged["steps"] > 0
             if name != "tokens":  # weights that are not alike are summed in another order
@@ -148,8 +155,8 @@ def resumed(rank, folder):
     return state(straight), state(again), files, state(masked), in_an_epoch
 
 
-def test_resumes_as_if_it_never_stopped(tmp_path):
-    ranks = run_ranks(resumed, NUM_RANKS, str(tmp_path), timeout_s=240)
+def test_resumes_as_if_it_never_stopped(tmp_path, run_loaded):
+    ranks = run_loaded(resumed, NUM_RANKS, str(tmp_path), timeout_s=240)
     for straight, again, files, masked, (ddp, staged) in ranks:
         assert staged["parameters"] == ddp["parameters"]
         assert staged["steps"] == ddp["steps"] == 9
@@ -191,8 +198,8 @@ def with_a_late_rank(rank, folder):
     return state(trainer), seen, [(entry["straggle/late_ranks"], entry["straggle/dropped"]) for entry in report]
 
 
-def test_a_late_rank_ends_its_micro_batches_and_all_apply_the_same(tmp_path):
-    ranks = run_ranks(with_a_late_rank, FOUR, str(tmp_path), timeout_s=240)
+def test_a_late_rank_ends_its_micro_batches_and_all_apply_the_same(tmp_path, run_loaded):
+    ranks = run_loaded(with_a_late_rank, FOUR, str(tmp_path), timeout_s=240)
     first, gradients, logged = ranks[0]
     for own, seen, _ in ranks[1:]:
         assert own["parameters"] == first["parameters"]
@@ -292,8 +299,8 @@ def in_the_middle(rank, folder):
     return ends
 
 
-def test_what_ddp_does_with_an_epoch_that_is_left_in_the_middle(tmp_path):
-    first, second = run_ranks(in_the_middle, NUM_RANKS, str(tmp_path), timeout_s=240)
+def test_what_ddp_does_with_an_epoch_that_is_left_in_the_middle(tmp_path, run_loaded):
+    first, second = run_loaded(in_the_middle, NUM_RANKS, str(tmp_path), timeout_s=240)
     assert first == second
     for name, (ddp, staged, late, *unwrapped) in first.items():
         assert all(end[:2] == ddp[:2] for end in (staged, *unwrapped)), name
@@ -317,8 +324,8 @@ def one_that_fails(rank, folder):
     trained(Fails, folder)
 
 
-def test_an_error_on_one_rank_is_told_to_the_others(tmp_path):
-    first, second = run_ranks(one_that_fails, NUM_RANKS, str(tmp_path), timeout_s=120, outcomes=True)
+def test_an_error_on_one_rank_is_told_to_the_others(tmp_path, run_loaded):
+    first, second = run_loaded(one_that_fails, NUM_RANKS, str(tmp_path), timeout_s=120, outcomes=True)
     assert isinstance(first, Raised)
     assert first.kind == "PeerFailed"
     assert "a bad batch" in first.message
@@ -342,8 +349,8 @@ def refused(rank, folder):
     return json.dumps(said)
 
 
-def test_what_would_wait_for_a_stuck_rank_is_refused_with_what_to_do(tmp_path):
-    members, tokens, size = json.loads(run_ranks(refused, NUM_RANKS, str(tmp_path), timeout_s=120)[0])
+def test_what_would_wait_for_a_stuck_rank_is_refused_with_what_to_do(tmp_path, run_loaded):
+    members, tokens, size = json.loads(run_loaded(refused, NUM_RANKS, str(tmp_path), timeout_s=120)[0])
     assert "loop of your own" in members
     assert "leave it out" in tokens
     assert "per_device_train_batch_size" in size

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from launched import as_launched
+from loaded import ranks_with
 from ranks import run_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -135,6 +136,7 @@ def lightning(rank, folder, phase, strategy="ddp"):
 
 
 TRAINERS = {"accelerate": accelerate, "transformers": transformers, "lightning": lightning}
+LOADED = {"accelerate": "accelerate", "transformers": "transformers.trainer", "lightning": "lightning.pytorch"}
 
 
 def in_each_phase(rank, trainer, folder):
@@ -147,7 +149,8 @@ def in_each_phase(rank, trainer, folder):
 def test_trainers_name_the_rank_that_sleeps_and_its_phase(trainer, tmp_path):
     if find_spec(trainer) is None:
         pytest.skip(f"{trainer} is not installed")
-    run_ranks(in_each_phase, NUM_RANKS, trainer, str(tmp_path), timeout_s=240)
+    with ranks_with(LOADED[trainer]) as run_loaded:
+        run_loaded(in_each_phase, NUM_RANKS, trainer, str(tmp_path), timeout_s=240)
     for phase in ("data", "forward", "backward"):
         (one,) = answer(tmp_path / phase).slowness.ranks
         assert (one.rank, one.named[0]) == (SLOW, phase)

@@ -69,22 +69,27 @@ class Raised:
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0, outcomes: bool = False
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 60.0,
+    outcomes: bool = False,
+    context: Any = _context,
 ) -> list[Any]:
     """What ``function(rank, *args)`` returns on each rank; the function is one of a module.
 
     A rank that has returned or raised stays alive until all have. An exception in a rank is raised here with its rank
     and traceback, or with ``outcomes`` stands in its place as `Raised`. A rank that does not end in ``timeout_s``
-    fails the test, with the stacks of its threads.
+    fails the test, with the stacks of its threads. ``context`` starts the processes (`loaded.py`).
     """
     payload = pickle.dumps((function, args))
     with tempfile.TemporaryDirectory() as folder:
         ranks = []
         try:
             for rank in range(world_size):
-                ours, theirs = _context.Pipe()
+                ours, theirs = context.Pipe()
                 target = (theirs, rank, world_size, folder, payload, timeout_s)
-                process = _context.Process(target=_rank_main, args=target, daemon=True)
+                process = context.Process(target=_rank_main, args=target, daemon=True)
                 process.start()
                 theirs.close()
                 ranks.append((process, ours))
