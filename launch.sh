@@ -140,7 +140,7 @@ run() {
 
 # run_tests [fast|coverage] [pytest options]: of pytest's options the last counts, so -n0 runs all in one process
 run_tests() {
-  local word cores files level=${1:-} parallel=yes
+  local word cores files light level=${1:-} parallel=yes
   case $level in fast | coverage) shift ;; esac
   for word in "$@"; do
     case $word in *.py | *.py::*) parallel= ;; esac # one file runs in one process
@@ -150,7 +150,9 @@ run_tests() {
   case $level in
     fast)
       files=$cores
-      set -- tests/unit tests/ranks tests/docs/test_house.py -m "not slow and (not ranks or light)" "$@"
+      # of ranks only the files with light ones: to import the others takes seconds, in each of the processes
+      mapfile -t light < <(cd "$here" && grep -l 'mark\.light' tests/ranks/test_*.py)
+      set -- tests/unit "${light[@]}" tests/docs/test_house.py -m "not slow and (not ranks or light)" "$@"
       ;;
     coverage) set -- tests/unit tests/ranks --cov --cov-report=term:skip-covered "$@" ;;
   esac

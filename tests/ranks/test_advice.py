@@ -17,7 +17,6 @@ import straggle
 from straggle import LateHandling, Merge, StagedDataParallel
 from straggle.merge.checks import INSTEAD
 
-pytestmark = pytest.mark.light
 KEEP = Merge(nonfinite="keep")
 
 # -- modules

@@ -23,7 +23,6 @@ from straggle import Estimate, Estimator, StagedDataParallel
 from straggle.merge.names import name_hash
 from straggle.observe import scalars
 
-pytestmark = pytest.mark.light
 SAMPLES = TensorDataset(features(0, 0, rows=24))
 
 # -- data

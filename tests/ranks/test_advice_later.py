@@ -16,8 +16,6 @@ import straggle
 from straggle import StagedDataParallel
 from straggle.replay.decision import Decision, Recording
 
-pytestmark = pytest.mark.light
-
 # -- parameters that are others
 
 

@@ -15,7 +15,6 @@ from training import Stopper, features, mlp, warned
 import straggle
 from straggle import Merge
 
-pytestmark = pytest.mark.light
 KEEP = Merge(nonfinite="keep")
 
 

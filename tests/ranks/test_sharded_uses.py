@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from importlib import import_module
 from itertools import pairwise
 
 import pytest
 import torch
-from ranks import run_ranks, staged
+from loaded import ranks_with
+from ranks import staged
 from sharding import Blocks, Pair, batch, mesh_of, pair
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from straggle import StagedDataParallel
 
 NUM_STEPS, RANKS = 8, range(4)
+GPT2, LLAMA = (f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama"))
 Loss = Callable[[nn.Module, int, int], torch.Tensor]
 
 
@@ -137,12 +139,14 @@ def seeded(make: Callable[[], nn.Module]) -> nn.Module:
 
 def llama() -> nn.Module:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=16, **sizes))
+    made = import_module(LLAMA)  # here: each test process collects this file
+    return made.LlamaForCausalLM(made.LlamaConfig(vocab_size=64, max_position_embeddings=16, **sizes))
 
 
 def gpt2() -> nn.Module:
     none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=3, n_head=2, **none))
+    made = import_module(GPT2)
+    return made.GPT2LMHeadModel(made.GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=3, n_head=2, **none))
 
 
 CASES: dict[str, Callable[[int], float]] = {
@@ -165,7 +169,8 @@ def all_cases(rank: int) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def gaps() -> list[dict[str, float]]:
-    return run_ranks(all_cases, 4)
+    with ranks_with(GPT2, LLAMA, "torch._inductor.compile_fx") as run_loaded:
+        return run_loaded(all_cases, 4, timeout_s=180.0)
 
 
 @pytest.mark.slow  # for the seconds of all cases, which come with the first

@@ -9,8 +9,6 @@ from training import Signals, Stopper, features, mlp
 
 from straggle import Merge
 
-pytestmark = pytest.mark.light
-
 KEEP = Merge(nonfinite="keep")
 OPTIMIZERS = {
     "SGD": lambda groups: optim.SGD(groups, lr=0.1),

@@ -1,5 +1,6 @@
 """Peers that wait long say for whom and why, once; in the end they give up with the same words."""
 
+import contextlib
 import logging
 import os
 import subprocess
@@ -338,7 +339,7 @@ def test_counters_of_steps_long_ago_are_removed():
     ],
 )
 def test_process_that_ends_between_two_steps_tells_its_peers_why(how, words):
-    with store_server() as server:
+    with store_server() as server, contextlib.ExitStack() as stack:
         environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "WORLD_SIZE": "2"}
         environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         ranks = [
@@ -347,6 +348,8 @@ def test_process_that_ends_between_two_steps_tells_its_peers_why(how, words):
             )
             for rank in range(2)
         ]
+        for process in ranks:  # one that hangs would outlive the test
+            stack.callback(process.kill)
         said = [process.communicate(timeout=60)[1].decode() for process in ranks]
     assert "PeerFailed: rank 0, " in said[0]
     assert words in said[0]
