@@ -273,6 +273,7 @@ def test_example_with_own_policies_runs_on_two_ranks_and_the_slow_one_is_late() 
     assert "late (1,)" in printed
 
 
+@pytest.mark.slow
 def test_sharded_example_runs_on_four_ranks_and_the_replica_of_the_slow_one_is_late() -> None:
     printed = run_ranks(printed_by, 4, (ROOT / "examples" / "sharded_loop.py").read_text())
     assert "late: ['1 by rank 3']" in printed[0]
