@@ -176,15 +176,15 @@ class ElasticChannel(Channel):
             return False
         self._formed = ProcessGroups(made["data"], made["control"], view.ranks)
         self.generation = view.generation
-        self._replace(tuple(made.values()))
+        self._keep_groups(tuple(made.values()))
         return True
 
     def leave_groups(self) -> None:
         """This rank is no member. While it kept its groups, its peers would have to keep theirs with it."""
         self._formed = None
-        self._replace(())
+        self._keep_groups(())
 
-    def _replace(self, made: Sequence[GlooGroup]) -> None:
+    def _keep_groups(self, made: Sequence[GlooGroup]) -> None:
         old, self._made = self._made, made
         if old:
             self.membership.spawn(self._drop, old)

@@ -12,7 +12,7 @@ from typing import Any
 
 from straggle.merge.store import connect, default_store
 
-_LONG_S = 4.0  # after so long the wait is reported
+LONG_ARRIVAL_S = 4.0  # after so long the wait is reported
 _num_wrapped = Counter[tuple[int, ...]]()  # models that these ranks have wrapped together in this process
 
 _log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class LongArrival:
 
     def look(self, missing: Callable[[], Sequence[int]]) -> None:
         """Note that some have not come; ``missing()`` finds which ones, and is called once."""
-        if self._is_over or time.monotonic() - self._began_at < _LONG_S:
+        if self._is_over or time.monotonic() - self._began_at < LONG_ARRIVAL_S:
             return
         self._is_over, late = True, list(missing())
         if late and self._own == min({*self._ranks} - {*late}, default=-1):
@@ -52,7 +52,7 @@ def reported(ranks: Sequence[int], own: int) -> Iterator[None]:
 
 def _report(store: Any, corner: str, ranks: Sequence[int], own: int, over: threading.Event) -> None:
     wait = LongArrival(own, ranks)
-    if over.wait(_LONG_S):
+    if over.wait(LONG_ARRIVAL_S):
         return
     with contextlib.suppress(RuntimeError, OSError):
         connection = connect(store, corner)  # the caller's may be in a request that waits

@@ -245,7 +245,7 @@ def test_ranks_that_do_not_come_to_wrap_the_model_are_named():
 
 def wrap_when_peers_have_reported_that_they_wait(rank, members):
     """Ranks 1 and 2 come when a rank has reported that it waits for them; what this rank logged."""
-    arrivals._LONG_S = 0.2
+    arrivals.LONG_ARRIVAL_S = 0.2
     signals = Signals()
     handler = Lines(signals)
     logging.getLogger("straggle").addHandler(handler)
