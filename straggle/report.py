@@ -190,14 +190,16 @@ class StageReport:
             "sum of the weights over ranks; the number of ranks if all of them computed the complete stage", stable=True
         )
     )
-    estimated: bool = field(metadata=described("whether an estimate is in it"))
+    estimated: bool = field(default=False, metadata=described("whether an estimate is in it"))
 
 
 @dataclass(frozen=True)
 class ShadowReport:
     """The effect that a policy which stops no rank (`straggle.Shadow`) would have had in a step."""
 
-    deadline_s: float = field(metadata=described("the deadline that would have been enforced; null: none yet"))
+    deadline_s: float = field(
+        metadata=described("the deadline that would have been enforced; null: none yet", null=math.inf)
+    )
     seconds: float = field(metadata=described("how long the step would have taken"))
     late_ranks: tuple[int, ...] = field(metadata=described("ranks that would have been late"))
     reach: tuple[float, ...] = field(
@@ -224,6 +226,7 @@ class StepReport:
             "null: no deadline in this step",
             Metric("gauge", "deadline_seconds", "The deadline of the last step; infinite without one."),
             stable=True,
+            null=math.inf,
         )
     )
     ranks: tuple[RankReport, ...] = field(metadata=described("one entry for each rank", stable=True))
@@ -327,15 +330,9 @@ CHANGE_KINDS: tuple[ChangeKind, ...] = get_args(ChangeKind)
 # notice: it was told that its process is to end
 LeavingKind = Literal["done", "ended", "silent", "raised", "restarted", "returns", "link", "notice"]
 LEAVING_KINDS: tuple[LeavingKind, ...] = get_args(LeavingKind)
-_COUNTED_AS: dict[LeavingKind, ChangeKind] = {
+_COUNTED_AS: Mapping[str, ChangeKind] = {kind: kind for kind in CHANGE_KINDS} | {
     "done": "ended",
-    "ended": "ended",
-    "silent": "silent",
-    "raised": "raised",
-    "restarted": "restarted",
     "returns": "restarted",
-    "link": "link",
-    "notice": "notice",
 }
 
 
@@ -376,8 +373,8 @@ class MembersReport:
     @property
     def kinds(self) -> tuple[ChangeKind, ...]:
         """The kind of each change, of `CHANGE_KINDS`, in the order of ``left`` and ``joined``."""
-        kinds = [_COUNTED_AS[self.left_kinds[rank]] for rank in self.left]
-        return (*kinds, *(CHANGE_KINDS[-1] for _ in self.joined))
+        joined: ChangeKind = "joined"
+        return (*(_COUNTED_AS[self.left_kinds[rank]] for rank in self.left), *(joined for _ in self.joined))
 
     @property
     def at_the_end(self) -> bool:

@@ -4,17 +4,21 @@
 
 What is a number of a rank's row is declared in `report.RankNumbers`. This module knows none of them, and nothing of
 rows, reports or Prometheus. Numbers that several classes declare are one tuple after the other. A field that is no
-number has its text by `described`; docs/generate.py writes the docs' tables of these texts.
+number has its text by `described`; docs/generate.py writes the docs' tables of these texts, and `read` reads what was
+written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, fields
-from functools import cache
-from typing import Any, Literal
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, fields, is_dataclass
+from functools import cache, partial
+from types import UnionType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 Kind = type[bool] | type[int] | type[float]
+Declared = TypeVar("Declared")
 _KINDS: Mapping[str, Kind] = {"bool": bool, "int": int, "float": float}
 
 
@@ -34,30 +38,65 @@ class Metric:
 
 @dataclass(frozen=True)
 class Number:
-    """A number as a dataclass declares it; ``default``: `MISSING` if there is none."""
+    """A number as a dataclass declares it."""
 
     name: str
     kind: Kind
     text: str
     metric: Metric | None
-    default: Any
-
-    def read(self, record: Mapping[str, Any]) -> Any:
-        """This number of a record of JSON, in which null is NaN. Raises ``KeyError`` if it is missing, and may not."""
-        if self.name not in record and self.default is not MISSING:
-            return self.kind(self.default)
-        value = record[self.name]
-        return self.kind(float("nan") if value is None else value)
 
 
-def described(text: str, *, stable: bool = False) -> Mapping[str, Any]:
-    """The metadata of a field that is written to a file: its text in the docs; ``stable``: name and meaning stay."""
-    return {"text": text, "stable": stable}
+def described(text: str, *, stable: bool = False, null: float = math.nan) -> Mapping[str, Any]:
+    """The metadata of a field that is written to a file: its text in the docs; ``stable``: name and meaning stay.
+
+    ``null``: the number that a file has null for.
+    """
+    return {"text": text, "stable": stable, "null": null}
 
 
-def number(text: str = "", metric: Metric | None = None, *, stable: bool = False) -> Mapping[str, Any]:
+def number(
+    text: str = "", metric: Metric | None = None, *, stable: bool = False, null: float = math.nan
+) -> Mapping[str, Any]:
     """The same of a field that is a number; ``text`` says what it is in one step."""
-    return {**described(text, stable=stable), "metric": metric}
+    return {**described(text, stable=stable, null=null), "metric": metric}
+
+
+def read(declaring: type[Declared], record: Mapping[str, Any]) -> Declared:
+    """A dataclass of what was written of it as JSON.
+
+    A field that the record lacks has its default, and one that the dataclass lacks is left out. Raises ``TypeError`` if
+    a field without a default is missing.
+    """
+    readers: Mapping[str, Callable[[Any], Any]] = _readers(declaring)  # type: ignore[arg-type]
+    return declaring(**{name: of(record[name]) for name, of in readers.items() if name in record})
+
+
+@cache
+def _readers(declaring: type) -> Mapping[str, Callable[[Any], Any]]:
+    """For each field what makes its value of a plain one."""
+    types = get_type_hints(declaring)
+    return {own.name: _reader(types[own.name], own.metadata.get("null", math.nan)) for own in fields(declaring)}
+
+
+def _reader(kind: Any, null: float) -> Callable[[Any], Any]:
+    if is_dataclass(kind):
+        assert isinstance(kind, type)
+        return partial(read, kind)
+    if kind is float:
+        return lambda value: null if value is None else float(value)
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is UnionType or type(None) in arguments:
+        inner = _reader(next(one for one in arguments if one is not type(None)), null)
+        return lambda value: None if value is None else inner(value)
+    if origin is Literal:
+        return lambda value: value if value in arguments else None
+    if origin is tuple:
+        item = _reader(arguments[0], null)
+        return lambda values: tuple(map(item, values))
+    if origin is not None:  # a mapping
+        key, of = (_reader(argument, null) for argument in arguments)
+        return lambda values: {key(name): of(value) for name, value in values.items()}
+    return kind  # type: ignore[no-any-return]
 
 
 @cache
@@ -68,7 +107,7 @@ def numbers_of(declaring: type) -> tuple[Number, ...]:
 
 def _number(own: Field[Any], kind: Kind) -> Number:
     declared = own.metadata
-    return Number(own.name, kind, declared.get("text", ""), declared.get("metric"), own.default)
+    return Number(own.name, kind, declared.get("text", ""), declared.get("metric"))
 
 
 def _type(own: Field[Any]) -> str:

@@ -10,8 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from straggle.report import StepReport
+import numpy as np
+from numpy.typing import NDArray
+
+Array: TypeAlias = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Fairness:
 
 
 def jain_index(values: Sequence[float]) -> float:
-    """``sum(x)**2 / (n * sum(x**2))``: 1 where all are equal, ``1 / n`` where one has all; NaN where no rank has any.
+    """``sum(x)**2 / (n * sum(x**2))``: 1 if all are equal, ``1 / n`` if one has all; NaN if no rank has any.
 
     Source: Jain, Chiu, Hawe, "A quantitative measure of fairness and discrimination" (DEC-TR-301, 1984).
     """
@@ -61,41 +65,19 @@ def jain_index(values: Sequence[float]) -> float:
     return math.fsum(values) ** 2 / (len(values) * squares) if squares > 0 else math.nan
 
 
-class Contributions:
-    """What each rank has contributed, step after step."""
+def fairness_of(weight: Array, reach: Array, stage_share: Array) -> Fairness:
+    """Of ranks whose steps had this ``weight`` and ``reach``, both (steps, ranks), with weight 0 if there was no data.
 
-    def __init__(self) -> None:
-        self._stages: tuple[tuple[str, int], ...] | None = None
-        self._ranks: list[float] = []
-        self._given: list[list[float]] = []  # by rank and stage
-        self._weight = 0.0  # weight that the ranks had to give to each stage
-
-    def add(self, report: StepReport) -> None:
-        """One more step."""
-        self._begin(tuple((stage.name, stage.numel) for stage in report.stages), len(report.ranks))
-        for number, rank in enumerate(report.ranks):
-            known = len(rank.stages) == len(report.stages) and math.isfinite(rank.reach)  # a trace may lack them
-            weight, reach = (rank.weight, rank.reach) if known and not (rank.idle or rank.absent) else (0.0, 0.0)
-            shares = rank.stages if known else (0.0,) * len(report.stages)
-            self._weight += weight
-            self._ranks[number] += weight * reach
-            given = zip(self._given[number], shares, strict=True)
-            self._given[number] = [before + weight * share for before, share in given]
-
-    def fairness(self) -> Fairness:
-        """The fairness of all steps until now."""
-        weight = self._weight or math.nan
-        stages = tuple(math.fsum(column) / weight for column in zip(*self._given, strict=True))
-        at_input = [given[-1] for given in self._given if given]
-        return Fairness(stages, _relative(self._ranks), _relative(at_input))
-
-    def _begin(self, stages: tuple[tuple[str, int], ...], num_ranks: int) -> None:
-        """Start again with these stages and this number of ranks."""
-        if num_ranks != len(self._ranks):
-            self._ranks, self._stages = [0.0] * num_ranks, None
-        if stages != self._stages:
-            self._stages, self._weight = stages, 0.0
-            self._given = [[0.0] * len(stages) for _ in range(num_ranks)]
+    ``stage_share``, (stages, ranks): the mean share of each stage that each rank computed.
+    """
+    own = weight.sum(axis=0)
+    given = np.nan_to_num(stage_share) * own
+    total = float(own.sum()) or math.nan
+    return Fairness(
+        tuple((given.sum(axis=1) / total).tolist()),
+        _relative((weight * np.nan_to_num(reach)).sum(axis=0).tolist()),
+        _relative(given[-1].tolist() if len(given) else []),
+    )
 
 
 def _relative(values: Sequence[float]) -> tuple[float, ...]:

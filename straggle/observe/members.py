@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from straggle.observe.handed_on import HandedOnLines
 from straggle.observe.trace import read_trace
 from straggle.parallel import StagedDataParallel
 from straggle.report import MembersReport, StepReport
+from straggle.schema import read
 
 FILE = "members.jsonl"
 
@@ -56,23 +55,10 @@ class MembersWriter:
 
 
 def read_members(run_dir: Path) -> list[tuple[float, MembersReport]]:
-    """The changes of a run and when they were, in seconds since 1970; empty where there were none."""
+    """The changes of a run and when they were, in seconds since 1970; empty if there were none."""
     path = run_dir / FILE
-    return list(map(_change, read_trace(path))) if path.is_file() else []
-
-
-def _change(record: Mapping[str, Any]) -> tuple[float, MembersReport]:
-    return float(record["time"]), MembersReport(
-        generation=int(record["generation"]),
-        step=int(record["step"]),
-        ranks=tuple(record["ranks"]),
-        world_size=int(record["world_size"]),
-        left={int(rank): str(reason) for rank, reason in record["left"].items()},
-        joined={int(rank): str(reason) for rank, reason in record["joined"].items()},
-        seconds=float(record["seconds"]),
-        left_kinds={int(rank): kind for rank, kind in record["left_kinds"].items()},
-        of=record.get("of", "rank"),
-    )
+    lines = read_trace(path) if path.is_file() else ()
+    return [(float(line["time"]), read(MembersReport, line)) for line in lines]
 
 
 class HandedOnTrace:

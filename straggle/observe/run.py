@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from omegaconf import OmegaConf
 
 from straggle.observe.ddp_time import DdpPrediction
-from straggle.observe.fairness import Contributions, Fairness
+from straggle.observe.fairness import Fairness, fairness_of
 from straggle.observe.link_spells import LinkSpell, link_spells
 from straggle.observe.members import read_members
 from straggle.observe.replicas import Replicas
@@ -24,24 +24,15 @@ from straggle.observe.warmup import num_warmup_steps
 from straggle.observe.watch_file import watched_files
 from straggle.observe.watched_links import links_of_lines
 from straggle.policies.rank_links import RankLink
-from straggle.report import (
-    CAUSES,
-    PHASES,
-    MembersReport,
-    RankReport,
-    ShadowReport,
-    StageReport,
-    StepReport,
-    StuckReport,
-)
-from straggle.schema import numbers_of
+from straggle.report import CAUSES, PHASES, MembersReport, RankReport, StageReport, StepReport, StuckReport
+from straggle.schema import numbers_of, read
 
 Array: TypeAlias = NDArray[np.float64]
 _LINK = ("latency_s", "up_bytes_per_s", "down_bytes_per_s")
 _FIELDS = (*(own.name for own in numbers_of(RankReport) if own.name != "rank"), "cause")
 
 
-_ELEMENT_BYTES = 4  # a trace does not say what a gradient's elements are
+_ELEMENT_BYTES = 4  # what a gradient's elements are is not in a trace
 _OF_DDP = (*(f"{phase}_s" for phase in PHASES), "compute_s", "stage_s")
 
 
@@ -172,8 +163,6 @@ def _of_ddp(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
                 "wait_s": line["wait_s"] - network_s,
                 "reach": 1.0,
                 "stages": [1.0] * len(stages),
-                "late": False,
-                "stood_in": False,
             }
             for head, line, link in zip(heads, lines, links, strict=True)
         ]
@@ -183,71 +172,11 @@ def _of_ddp(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
 
 
 def step_report(record: Mapping[str, Any]) -> StepReport:
-    """A trace's record as the report that it was: ``None`` is NaN again, and missing fields have their defaults."""
-    ranks = tuple(_rank_report(rank) for rank in record["ranks"])
-    if not ranks:
+    """A trace's record as the report that it was."""
+    report = read(StepReport, record)
+    if not report.ranks:
         raise KeyError("ranks")
-    stages = tuple(
-        StageReport(str(s["name"]), int(s["numel"]), _number(s.get("weight")), bool(s.get("estimated", False)))
-        for s in record["stages"]
-    )
-    deadline_s = math.inf if record["deadline_s"] is None else float(record["deadline_s"])
-    scalars = {str(name): _number(value) for name, value in record.get("scalars", {}).items()}
-    skipped = bool(record.get("skipped", False))
-    different = record.get("different_ranks")
-    return StepReport(
-        step=int(record["step"]),
-        seconds=_number(record["seconds"]),
-        deadline_s=deadline_s,
-        ranks=ranks,
-        stages=stages,
-        scalars=scalars,
-        skipped=skipped,
-        different_ranks=None if different is None else tuple(different),
-        ranks_without_store=tuple(record.get("ranks_without_store", ())),
-        pool_parts=int(record.get("pool_parts", 0)),
-        pool_weight=_number(record.get("pool_weight", 0.0)),
-        shadow=_shadow_report(record.get("shadow")),
-        network_s=_network_s(record, ranks),
-        dealt=bool(record.get("dealt", False)),
-        slowest_ranks=tuple(record.get("slowest_ranks", ())),
-    )
-
-
-def _network_s(record: Mapping[str, Any], ranks: Sequence[RankReport]) -> float:
-    """What was left of the step when the last rank had submitted; of a trace without that number, from the others."""
-    if "network_s" in record:
-        return _number(record["network_s"])
-    own_s = [math.fsum(getattr(rank, f"{phase}_s") for phase in PHASES) for rank in ranks]
-    return max(0.0, _number(record["seconds"]) - max(own_s))
-
-
-def _shadow_report(record: Mapping[str, Any] | None) -> ShadowReport | None:
-    if record is None:
-        return None
-    return ShadowReport(
-        deadline_s=math.inf if record["deadline_s"] is None else float(record["deadline_s"]),
-        seconds=_number(record["seconds"]),
-        late_ranks=tuple(record["late_ranks"]),
-        reach=tuple(map(_number, record["reach"])),
-        stages=tuple(map(_number, record["stages"])),
-        dropped_share=_number(record["dropped_share"]),
-    )
-
-
-def _rank_report(record: Mapping[str, Any]) -> RankReport:
-    cause = record.get("cause")
-    return RankReport(
-        **{own.name: own.read(record) for own in numbers_of(RankReport)},
-        stages=tuple(_number(share) for share in record.get("stages", ())),
-        stage_s=tuple(_number(at) for at in record.get("stage_s", ())),
-        weights=tuple(_number(weight) for weight in record.get("weights", ())),
-        cause=cause if cause in CAUSES else None,
-    )
-
-
-def _number(value: Any) -> float:
-    return math.nan if value is None else float(value)
+    return report
 
 
 class _Columns:
@@ -261,7 +190,6 @@ class _Columns:
         self._sum: Array = np.zeros((0, 0))
         self._count: Array = np.zeros((0, 0))
         self._num_stage_steps = 0
-        self._contributions = Contributions()
         self._replicas = Replicas()
 
     def add(self, report: StepReport) -> None:
@@ -272,7 +200,6 @@ class _Columns:
         row = (report.step, *times, loss, report.skipped, report.pool_parts, report.dropped_share)
         self._ranks.append(np.array([list(_values(rank)) for rank in report.ranks], dtype=float).T)
         self._add_stages(report)
-        self._contributions.add(report)
         self._replicas.add(report)
         self.steps.append(tuple(map(float, row)))
 
@@ -302,6 +229,8 @@ class _Columns:
             ranks[:, number, : values.shape[1]] = values
         share = np.divide(self._sum, self._count, out=np.full_like(self._sum, np.nan), where=self._count > 0)
         step, seconds, network_s, ddp_s, deadline_s, loss, skipped, pool_parts, dropped = columns
+        of = dict(zip(_FIELDS, ranks, strict=True))
+        has_part = (of["idle"] == 0) & (of["absent"] == 0) & np.isfinite(of["reach"])
         return Run(
             name=name,
             run_dir=run_dir,
@@ -316,11 +245,11 @@ class _Columns:
             skipped=skipped,
             pool_parts=pool_parts,
             dropped=dropped,
-            ranks=dict(zip(_FIELDS, ranks, strict=True)),
+            ranks=of,
             stages=self._plan,
             stage_share=share,
             num_stage_steps=self._num_stage_steps,
-            fairness=self._contributions.fairness(),
+            fairness=fairness_of(np.where(has_part, of["weight"], 0.0), of["reach"], share),
             replicas=self._replicas,
         )
 

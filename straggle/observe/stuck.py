@@ -1,4 +1,4 @@
-"""``stuck.jsonl``: which ranks were stuck or stood in for, in which line of code, and what a page says of it.
+"""``stuck.jsonl``: which ranks were stuck or stood in for, in which line of code, and the sentences about it on a page.
 
 Each rank appends its own lines: whoever writes the trace may be the one that is stuck.
 """
@@ -10,14 +10,14 @@ import logging
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from straggle.observe.trace import read_trace
 from straggle.parallel import StagedDataParallel
 from straggle.report import StuckReport
+from straggle.schema import read
 
 FILE = "stuck.jsonl"
 _NAMED = 3  # places in the sentences
@@ -69,15 +69,10 @@ class StuckWriter:
 
 
 def read_stuck(run_dir: Path) -> list[tuple[float, StuckReport]]:
-    """What ranks reported, and when in seconds since 1970; empty where none was stuck."""
+    """What ranks reported, and when in seconds since 1970; empty if none was stuck."""
     path = run_dir / FILE
-    return list(map(_report, read_trace(path))) if path.is_file() else []
-
-
-def _report(record: Mapping[str, Any]) -> tuple[float, StuckReport]:
-    known = {name: value for name, value in record.items() if name != "time"}
-    known |= {name: tuple(record.get(name, ())) for name in ("stack", "waiting")}
-    return float(record["time"]), StuckReport(**known)
+    lines = read_trace(path) if path.is_file() else ()
+    return [(float(line["time"]), read(StuckReport, line)) for line in lines]
 
 
 def stuck_sentences(reports: Sequence[StuckReport]) -> Iterator[str]:

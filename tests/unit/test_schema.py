@@ -1,11 +1,14 @@
 """What is declared with a dataclass's field, and how a record is read by it."""
 
+import json
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Literal
 
 import pytest
 
-from straggle.schema import Metric, number, numbers_of
+from straggle.schema import Metric, described, number, numbers_of, read
 
 COUNTED = Metric("counter", "seen", "Seen.")
 
@@ -30,9 +33,24 @@ def test_fields_of_one_number_are_numbers_and_those_of_a_base_come_first():
     ]
 
 
-def test_number_is_read_from_a_record_with_null_as_nan_and_its_default_if_it_is_not_there():
-    seconds, seen, is_late = numbers_of(More)
-    assert math.isnan(seconds.read({"seconds": None}))
-    assert [seen.read({"seen": 5.0}), seen.read({}), is_late.read({"is_late": 1})] == [5, 3, True]
-    with pytest.raises(KeyError, match="seconds"):
-        seconds.read({})
+@dataclass(frozen=True)
+class Whole:
+    limit_s: float = field(metadata=described("null: no limit", null=math.inf))
+    cores: tuple[Core, ...] = ()
+    by_rank: Mapping[int, str] = field(default_factory=dict)
+    kind: Literal["one", "other"] | None = None
+    core: Core | None = None
+
+
+def test_what_was_written_as_json_is_read_again():
+    whole = Whole(1.5, (Core(seconds=2.0, names=("a",)),), {3: "left"}, "one", Core(seconds=1.0, seen=4))
+    assert read(Whole, json.loads(json.dumps(asdict(whole)))) == whole
+
+
+def test_null_is_the_number_that_is_declared_for_it_and_what_a_record_lacks_its_default():
+    assert read(Whole, {"limit_s": None, "kind": "of another version", "unknown": 1}) == Whole(math.inf)
+    assert math.isnan(read(Core, {"seconds": None}).seconds)
+    assert read(Core, {"seconds": 1, "seen": 5.0}).seen == 5
+    assert read(More, {"seconds": 1.0, "is_late": 1}).is_late is True
+    with pytest.raises(TypeError, match="seconds"):
+        read(Core, {})
