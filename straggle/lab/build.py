@@ -9,7 +9,7 @@ from straggle.extras import needs_extra
 
 with needs_extra("train"):
     from hydra.utils import get_class, instantiate
-    from omegaconf import DictConfig, ListConfig, OmegaConf
+    from omegaconf import DictConfig, ListConfig
 from torch import nn
 from torch.optim import Optimizer
 
@@ -32,23 +32,15 @@ def build_optimizer(config: DictConfig, model: nn.Module) -> Optimizer:
 
 
 def build_estimator(config: DictConfig, optimizer: Optimizer) -> Estimator:
-    """The estimator; one that takes an optimizer is given the run's own, also if it is inside of another estimator."""
-    return estimator_from(config.estimator, optimizer)
-
-
-def estimator_from(config: DictConfig, optimizer: Optimizer) -> Estimator:
-    """The estimator of this configuration."""
-    wanted = inspect.signature(get_class(config._target_)).parameters
+    """The estimator; one that takes an optimizer is given the run's own."""
+    wanted = inspect.signature(get_class(config.estimator._target_)).parameters
     given: dict[str, Any] = {"optimizer": optimizer} if "optimizer" in wanted else {}
-    if isinstance(config.get("inner"), DictConfig):
-        given["inner"] = estimator_from(config.inner, optimizer)
-        config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "inner"])
-    estimator: Estimator = instantiate(config, **given)
+    estimator: Estimator = instantiate(config.estimator, **given)
     return estimator
 
 
 def build_members(config: DictConfig) -> Elastic | None:
-    """The rules by which members come and go; ``None`` where they do not, as in a replay."""
+    """The rules by which members come and go; ``None`` if they do not, as in a replay."""
     if not config.get("members") or config.get("replay"):
         return None
     members: Elastic = instantiate(config.members)

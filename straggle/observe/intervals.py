@@ -28,19 +28,6 @@ class Interval:
     low: float
     high: float
 
-    @property
-    def half(self) -> float:
-        """Half the interval's width."""
-        return (self.high - self.low) / 2
-
-    def __format__(self, spec: str) -> str:
-        """The value, and half the interval's width if it is bounded."""
-        spec = spec or ".2f"
-        return f"{self.value:{spec}}" + (f" +- {self.half:{spec.lstrip('+')}}" if self.half < math.inf else "")
-
-    def __str__(self) -> str:
-        return format(self)
-
 
 def span(one: Interval, other: Interval) -> Interval:
     """From the lower low to the higher high; the value is the first one's."""
@@ -73,7 +60,7 @@ def steps_interval(statistic: Callable[..., Array], *columns: Array, seed: int =
 
 
 def prediction_interval(statistic: Callable[..., Array], *columns: Array, seed: int = 0) -> Interval:
-    """What a comparison of two future runs with as many steps each will say; the last column is the second run's.
+    """What a comparison of two future runs with as many steps each will show; the last column is the second run's.
 
     Three things are resampled independently, so the interval is wider than `steps_interval`: the true means, which are
     known from these steps only, and each run's deviation from them. Means of few blocks vary less than what the blocks

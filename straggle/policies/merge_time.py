@@ -17,6 +17,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from straggle.policies.links import Link
 
@@ -29,7 +30,7 @@ SEGMENTS = 2  # segments of a part at least, and in flight at a time
 # Each has a thread of gloo's that waits for it. torch has two: on a link with latency the third message of a step would
 # set out only when one of the first two has gone all the way round the ring.
 MESSAGES_AT_A_TIME = 8
-# Where a small message takes no longer than this, two large ones keep links of 10 Gb/s busy. Each thread that is not
+# If a small message takes no longer than this, two large ones keep links of 10 Gb/s busy. Each thread that is not
 # needed keeps a few megabytes, those of its last message.
 QUICK_S, QUICK_AT_A_TIME = 1e-3, 2
 
@@ -85,20 +86,14 @@ def _segments(num_bytes: float, num_ranks: int) -> int:
     return max(SEGMENTS, math.ceil(num_bytes / num_ranks / SEGMENT_BYTES))
 
 
-def merged_at(
-    messages: Sequence[Message],
-    links: Sequence[Link],
-    *,
-    startup_s: float = 0.0,
-    at_a_time: int = MESSAGES_AT_A_TIME,
-) -> list[float]:
+def merged_at(messages: Sequence[Message], links: Sequence[Link]) -> list[float]:
     """When each of these messages is merged, in seconds into the step; they are sent in this order.
 
-    ``startup_s``: CPU seconds to begin a message, one after another. At most ``at_a_time`` are in flight. Each is as
-    fast as alone, unless together they need more than the link has: then all are slower by that factor: ``N`` equal
-    messages take ``max(alone, N busy)``.
+    At most `MESSAGES_AT_A_TIME` are in flight. Each is as fast as alone, unless together they need more than the link
+    has: then all are slower by that factor: ``N`` equal messages take ``max(alone, N busy)``.
     """
-    set_out, merged, now = deque(enumerate(_set_out(messages, startup_s))), [0.0] * len(messages), 0.0
+    begins_s = accumulate((message.ready_s for message in messages), max)  # after those before it
+    set_out, merged, now = deque(enumerate(begins_s)), [0.0] * len(messages), 0.0
     if len(links) < 2:
         return [at_s for _, at_s in set_out]
     alone = [max(1e-12, alone_seconds(message.num_bytes, links)) for message in messages]
@@ -107,12 +102,12 @@ def merged_at(
     while set_out or left:
         if not left:
             now = max(now, set_out[0][1])
-        while set_out and set_out[0][1] <= now and len(left) < at_a_time:
+        while set_out and set_out[0][1] <= now and len(left) < MESSAGES_AT_A_TIME:
             left[set_out.popleft()[0]] = 1.0
         slowed = max(1.0, sum(busy[number] / alone[number] for number in left))
         ends = {number: now + share * alone[number] * slowed for number, share in left.items()}
         until = min(ends.values())
-        if set_out and len(left) < at_a_time:
+        if set_out and len(left) < MESSAGES_AT_A_TIME:
             until = min(until, set_out[0][1])
         for number, end in ends.items():
             if end <= until:
@@ -122,12 +117,3 @@ def merged_at(
                 left[number] -= (until - now) / (alone[number] * slowed)
         now = until
     return merged
-
-
-def _set_out(messages: Sequence[Message], startup_s: float) -> list[float]:
-    """When each message could be sent: when it is ready and begun, after those before it."""
-    times, before = list[float](), 0.0
-    for message in messages:
-        before = max(before, message.ready_s) + startup_s
-        times.append(before)
-    return times

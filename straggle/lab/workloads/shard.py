@@ -15,7 +15,7 @@ from straggle.lab.workloads.workload import require_positive
 class Shard:
     """One rank's share of the training samples, by micro-batch number and without state to save.
 
-    When every rank has had ``batches_per_epoch`` full micro-batches, the rest of the epoch is dropped; the next epoch
+    What is left of an epoch when no full micro-batch is left for every rank is dropped; the next epoch
     drops other samples.
     """
 
@@ -34,11 +34,6 @@ class Shard:
         self.batch_size = batch_size
         self.seed = seed
         self._cached: tuple[int, Tensor] | None = None
-
-    @property
-    def batches_per_epoch(self) -> int:
-        """Micro-batches of one rank in one epoch."""
-        return self.num_samples // (self.world_size * self.batch_size)
 
     def indices(self, position: int) -> Tensor:
         """Sample numbers of this rank's micro-batch number ``position``, counted from 0 over all epochs of the run."""

@@ -30,7 +30,7 @@ def shards(num_samples, world_size, batch_size, seed=0):
 
 
 def epoch_of(shard, epoch):
-    size = shard.batches_per_epoch
+    size = shard.num_samples // (shard.world_size * shard.batch_size)
     return torch.cat([shard.indices(epoch * size + batch) for batch in range(size)])
 
 

@@ -73,11 +73,6 @@ def test_a_merge_has_as_few_messages_as_pay_no_more_latencies_where_their_number
     assert merge_seconds(0, [FAR] * 4) == merge_seconds(0, [FAR] * 4, 1)
 
 
-def test_torch_pays_it_for_every_two_messages() -> None:
-    last = merged_at([Message(64)] * 8, [FAR] * 4, at_a_time=2)[-1]
-    assert last == pytest.approx(4 * 0.6, rel=1e-3)
-
-
 def test_messages_share_the_rate() -> None:
     together = [Message(1e6)] * 4
     assert merged_at(together, [NARROW] * 4) == pytest.approx([6.0] * 4)
@@ -90,8 +85,3 @@ def test_many_messages_hide_their_latency_behind_their_bytes() -> None:
     num_bytes = 8e6  # of which one takes the link for 0.6 s, and 1.2 s or more by itself
     last = merged_at([Message(num_bytes)] * 8, links)[-1]
     assert last == pytest.approx(8 * busy_seconds(num_bytes, links))
-
-
-def test_each_message_costs_the_cpu_one_after_another() -> None:
-    assert merged_at([Message(0)] * 3, [FAST] * 4, startup_s=0.1) == pytest.approx([0.1, 0.2, 0.3])
-    assert merged_at([Message(0, 1.0)] * 2, [FAST], startup_s=0.1) == pytest.approx([1.1, 1.2])
