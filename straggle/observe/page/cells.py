@@ -37,7 +37,9 @@ class Cells:
 
 def cells_of(run: Run) -> Cells:
     """The cells of a run, at most `MAX_ROWS` by `MAX_POINTS` of them."""
-    num_ranks, num_steps = cell_sizes(run)
+    num_ranks = math.ceil(run.num_ranks / MAX_ROWS)
+    num_columns = min(MAX_POINTS, max(60, _MAX_CELLS // math.ceil(run.num_ranks / num_ranks)))
+    num_steps = math.ceil(run.num_steps / num_columns)
     of_rank = np.where(run.ranks["idle"] == 1, NO_DATA, 1 - run.ranks["reach"])
     of_rank = np.where(run.ranks["absent"] == 1, ABSENT, of_rank)
     rows = [slice(at, at + num_ranks) for at in range(0, run.num_ranks, num_ranks)]
@@ -55,13 +57,6 @@ def cells_of(run: Run) -> Cells:
     return Cells(missing, texts, nonfinite, num_ranks, num_steps)
 
 
-def cell_sizes(run: Run) -> tuple[int, int]:
-    """Ranks and steps in a cell."""
-    ranks = math.ceil(run.num_ranks / MAX_ROWS)
-    columns = min(MAX_POINTS, max(60, _MAX_CELLS // math.ceil(run.num_ranks / ranks)))
-    return ranks, math.ceil(run.num_steps / columns)
-
-
 def _missing(of_rank: Array) -> float:
     with_data = of_rank[of_rank >= 0]
     if with_data.size:
@@ -69,7 +64,7 @@ def _missing(of_rank: Array) -> float:
     return next((why for why in (ABSENT, NO_DATA) if (of_rank == why).any()), math.nan)
 
 
-def cell_words(run: Run, row: slice, column: slice) -> str:
+def _cell_words(run: Run, row: slice, column: slice) -> str:
     """Which ranks in which steps."""
     steps = run.step[column]
     last_rank = min(row.stop, run.num_ranks) - 1
@@ -79,7 +74,7 @@ def cell_words(run: Run, row: slice, column: slice) -> str:
 
 
 def _text(run: Run, row: slice, column: slice, value: float) -> str:
-    where = cell_words(run, row, column)
+    where = _cell_words(run, row, column)
     if math.isnan(value) or value < 0:
         return f"{where}: {_NOTHING.get(value, 'not known')}"
     of = {name: run.ranks[name][column, row] for name in ("late", "stood_in", "cause", "nonfinite")}

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import plotly.graph_objects as go  # type: ignore[import-untyped]
 
-from straggle.observe.page.cells import ABSENT, MAX_ROWS, Cells, cells_of
-from straggle.observe.page.drawn_cells import DrawnCells, drawn_cells
+from straggle.observe.page.cells import ABSENT, MAX_ROWS, cells_of
 from straggle.observe.page.series import MAX_POINTS, cumulative, mean_of_known, running_mean, thinned
 from straggle.observe.run import Array, Run
 from straggle.report import PHASES, RankReport, StepReport
@@ -38,7 +37,6 @@ _MISSING_COLOURS = (
     (0.668, "rgba(213,94,0,0.2)"),
     (1, "rgba(213,94,0,1)"),
 )
-_DRAWN_COLOURS = ((0, "rgba(0,114,178,0.04)"), (1, "rgba(0,114,178,0.95)"))  # from none to the most
 _MAX_BARS = 32  # ranks in a timeline
 
 
@@ -89,7 +87,25 @@ def step_times_over_steps(runs: Sequence[Run]) -> Chart:
 def lateness(run: Run) -> Chart:
     """Ranks by steps: how much of a rank's gradients is missing, and why."""
     cells = cells_of(run)
-    figure = _heat_map(run, cells, cells.missing, (ABSENT, 1.0), _MISSING_COLOURS)
+    rows, columns = cells.missing.shape
+    figure = _figure(height=110 + max(90, min(30 * rows, 620 if rows > 20 else 400)), x="step", y="rank")
+    figure.add_heatmap(
+        z=cells.missing.astype(np.float32),
+        x0=run.step[0] + (cells.num_steps - 1) / 2,
+        dx=cells.num_steps,
+        y0=(cells.num_ranks - 1) / 2,
+        dy=cells.num_ranks,
+        zmin=ABSENT,
+        zmax=1.0,
+        colorscale=_MISSING_COLOURS,
+        hovertext=cells.texts,
+        hoverinfo="text",
+        showscale=False,
+        xgap=1 if columns <= 100 else 0,
+        ygap=1 if rows <= 70 else 0,
+    )
+    figure.update_yaxes(autorange="reversed", dtick=1 if rows <= 16 else None, showgrid=False)
+    figure.update_xaxes(showgrid=False)
     if cells.nonfinite:
         figure.add_scatter(
             x=[x for x, _ in cells.nonfinite],
@@ -101,23 +117,9 @@ def lateness(run: Run) -> Chart:
         )
     late = int(np.nansum(run.ranks["late"]))
     alt = f"Ranks by steps: {late} times that a rank was late; the table below has the count of each rank."
-    return Chart(figure, alt, _binned_note(cells.num_steps, cells.num_ranks))
-
-
-def drawn(run: Run) -> Chart:
-    """Ranks by steps: how many micro-batches of the step's pool a rank computed."""
-    cells = drawn_cells(run)
-    most = float(np.nanmax(cells.drawn, initial=1.0))
-    figure = _heat_map(run, cells, cells.drawn, (0.0, most), _DRAWN_COLOURS)
-    alt = f"Ranks by steps: up to {most:.0f} micro-batches drawn; the table has the mean of each rank."
-    return Chart(figure, alt, _binned_note(cells.num_steps, cells.num_ranks))
-
-
-def _binned_note(num_steps: int, num_ranks: int) -> str:
-    binned = " by ".join(
-        f"{number} {what}" for number, what in ((num_steps, "steps"), (num_ranks, "ranks")) if number > 1
-    )
-    return f"A cell is the mean of {binned}." if binned else ""
+    sizes = ((cells.num_steps, "steps"), (cells.num_ranks, "ranks"))
+    binned = " by ".join(f"{number} {what}" for number, what in sizes if number > 1)
+    return Chart(figure, alt, f"A cell is the mean of {binned}." if binned else "")
 
 
 def contributions(run: Run) -> Chart:
@@ -245,34 +247,8 @@ def _figure(*, height: int, x: str, y: str) -> go.Figure:
     return figure
 
 
-def _heat_map(
-    run: Run, cells: Cells | DrawnCells, values: Array, of: tuple[float, float], colours: Sequence[tuple[float, str]]
-) -> go.Figure:
-    """Ranks by steps; ``of``: the values that the first and the last colour stand for."""
-    rows, columns = values.shape
-    figure = _figure(height=110 + max(90, min(30 * rows, 620 if rows > 20 else 400)), x="step", y="rank")
-    figure.add_heatmap(
-        z=values.astype(np.float32),
-        x0=run.step[0] + (cells.num_steps - 1) / 2,
-        dx=cells.num_steps,
-        y0=(cells.num_ranks - 1) / 2,
-        dy=cells.num_ranks,
-        zmin=of[0],
-        zmax=of[1],
-        colorscale=colours,
-        hovertext=cells.texts,
-        hoverinfo="text",
-        showscale=False,
-        xgap=1 if columns <= 100 else 0,
-        ygap=1 if rows <= 70 else 0,
-    )
-    figure.update_yaxes(autorange="reversed", dtick=1 if rows <= 16 else None, showgrid=False)
-    figure.update_xaxes(showgrid=False)
-    return figure
-
-
 def _add_line(figure: go.Figure, x: Array, y: Array, name: str, hover: str, **line: str | float) -> None:
-    """A line, and what is said where the reader points at it; ``line``: its colour, width and dashes."""
+    """A line, and its text if the reader points at it; ``line``: its colour, width and dashes."""
     figure.add_scatter(x=x, y=y, name=name, mode="lines", line=line, hovertemplate=hover + "<extra></extra>")
 
 

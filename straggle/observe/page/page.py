@@ -137,7 +137,7 @@ def _run_part(charts: _Charts, run: Run, numbers: RunNumbers, steps: Sequence[in
         "config": OmegaConf.to_yaml(OmegaConf.create(dict(run.config))) if run.config else "",
         "advice": advise(run, numbers),
         "lateness": charts.add(figures.lateness(run)),
-        "drawn": charts.add(figures.drawn(run)) if numbers.pool_parts else None,
+        "drew": bool(numbers.pool_parts),
         "row": run.replicas.row,
         "ranks": [_rank_row(rank, run.replicas, drawn=bool(numbers.pool_parts)) for rank in numbers.ranks],
         "changes": [_change_row(at, change) for at, change in run.changes],

@@ -11,7 +11,6 @@ from rich.console import Console
 from straggle.commands.report import report
 from straggle.observe.console import LiveView
 from straggle.observe.findings import advise
-from straggle.observe.page.drawn_cells import drawn_cells
 from straggle.observe.page.page import write_report
 from straggle.observe.run import read_run
 from straggle.observe.run_numbers import numbers_of
@@ -42,28 +41,6 @@ def test_page_and_sentences_say_who_drew_and_what_was_lost(tmp_path):
     assert content.values["not_computed"] == [1]
     assert "4.5, 3 put back" in content.text
     assert "Drew is how many micro-batches" in content.text
-
-
-def test_each_draw_is_a_cell_of_the_page(tmp_path):
-    folder = write_run(tmp_path, pulled_run())
-    cells = drawn_cells(read_run(folder))
-    assert cells.drawn.shape == (4, 20)
-    assert cells.drawn[:, 10].tolist() == [12, 9, 9, 1]
-    assert cells.drawn[:, 12].tolist() == [11, 11, 10, 0]
-    assert cells.texts[3][10] == "rank 3, step 10: drew 1 of 32, 3 put back"
-    assert cells.texts[0][0] == "rank 0, step 0: drew 9 of 32"
-    charts = json.loads(content_of(write_report(folder)).scripts["charts"])
-    (chart,) = [chart for chart in charts if "drew 12 of 32" in json.dumps(chart)]
-    assert chart["data"][0]["zmax"] == 12
-
-
-def test_draws_of_many_steps_are_means_and_steps_without_a_pool_are_no_zeros(tmp_path):
-    steps = [*pulled_run(1200), a_step(1200, [a_rank(rank) for rank in range(4)])]
-    cells = drawn_cells(read_run(write_run(tmp_path, steps)))
-    assert cells.num_steps == 3
-    assert cells.drawn[3, 3:5].tolist() == pytest.approx([(5 + 1 + 5) / 3, (0 + 5 + 5) / 3])
-    assert cells.texts[3][3] == "rank 3, steps 9 to 11: drew 3.7 of 32.0, 3 put back"
-    assert cells.texts[0][-1] == "rank 0, step 1200: no pool"
 
 
 def test_the_command_that_writes_the_page_says_it_too(tmp_path, capsys):
