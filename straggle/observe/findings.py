@@ -1,4 +1,4 @@
-"""What the numbers of a run mean, in sentences: each rule says what it found and, if it knows, what may help.
+"""What the numbers of a run mean, in sentences: each rule has what it found and, if known, what may help.
 
 A rule without a finding gives no sentence. All numbers in the sentences are the run's own.
 """
@@ -21,9 +21,6 @@ ALWAYS = 0.5  # a rank that is late in at least this share of its steps is persi
 SOMETIMES = 0.01  # below this share it is not worth a sentence
 SLOWER = 1.5  # a rank's median compute time over the others' that is worth a sentence
 BIAS = 0.1  # difference between the stages' shares that is
-LEAST = (
-    0.5  # what a rank contributed to the stage at the input over the mean rank's, below which that is worth a sentence
-)
 LITTLE = 0.02  # seconds saved, or gradients dropped, as a share, below which it is little
 _LESS_TO_DO = "Give it less to do (straggle.DealtLoader, rebalance=by_speed), look"
 IN_A_ROW = 3  # steps that a rank was stood in for
@@ -53,7 +50,6 @@ def advise(run: Run, numbers: RunNumbers) -> list[str]:
         *_sometimes(numbers),
         *_stood_in(run, numbers),
         *_depth(run, numbers),
-        *_starved(numbers),
         *(_dealt_unequally(run) if not numbers.pool_parts else ()),
         *_no_rank_late(run, numbers),
         *_waiting(numbers),
@@ -158,16 +154,6 @@ def _dealt_unequally(run: Run) -> Iterator[str]:
         yield (
             f"Rank {rank} had {share[rank]:.0%} of the mean rank's samples in the last step, because it is slower. "
             "All samples count alike: step.weight is their number."
-        )
-
-
-def _starved(numbers: RunNumbers) -> Iterator[str]:
-    fairness = numbers.fairness
-    if numbers.late and fairness.input_least <= LEAST:
-        rank = fairness.input_ranks.index(fairness.input_least)
-        yield (
-            f"The stage at the input learned little from rank {rank}'s data: it got {fairness.input_least:.0%} of what "
-            f"the mean rank gave (Jain's index over the ranks {fairness.input_index:.2f}; 1 would be all alike)."
         )
 
 

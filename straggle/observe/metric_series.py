@@ -1,4 +1,4 @@
-"""The metrics that a rank has: their names, what each says, and their series in a registry."""
+"""The metrics that a rank has: their names, texts, and series in a registry."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ COUNTERS = {own.name: own.text for own in _DECLARED if own.kind == "counter"} | 
     "gradient_elements_dropped": "Gradient elements of this rank that did not come in time.",
     "stage_contributions": "Sum over steps of the share of the stage that this rank computed.",
     "estimates": "Steps in which an estimate was used in the stage.",
-    "contributed_weight": "Sum over steps of the weight times the share of the model that this rank computed.",
     "merged_bytes": "Bytes of gradients that this rank has merged.",
     "samples": "Samples times the share of their gradients that came in time; only with samples_per_step, the "
     "samples of a step of weight 1.",
@@ -53,7 +52,6 @@ GAUGES = {own.name: own.text for own in _DECLARED if own.kind == "gauge"} | {
     "link_slow": "Whether this rank's link is slower than the others' and makes steps longer, 1 or 0.",
     "predicted_dropped_ratio": "Share of all ranks' gradients that the deadline policy expects to be dropped in the "
     "next step; NaN: no prediction.",
-    "step_weight": "Weight of this rank's last step, with Rebalance its share; 0 without data.",
     "loss": "Mean over ranks of the scalar that was logged as loss, last step.",
     "lag_steps": "Merged steps that this rank has not yet applied, now.",
     "since_step_seconds": "Seconds since this rank's training thread last finished a step, now.",
@@ -133,7 +131,7 @@ class Series:
 
 
 class _Registry(CollectorRegistry):
-    """Leaves out when each series was created: a second series for each, and the process's start time says it."""
+    """Leaves out when each series was created: a second series for each, and the process's start time is known."""
 
     def collect(self) -> Iterator[Metric]:
         for metric in super().collect():

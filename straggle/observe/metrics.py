@@ -87,7 +87,7 @@ class MetricsExporter:
 
     @property
     def url(self) -> str | None:
-        """Where this rank's metrics are; ``None`` where they are not served."""
+        """Where this rank's metrics are; ``None`` if they are not served."""
         return None if self.endpoint is None else self.endpoint.url
 
     def close(self, *, clean: bool = True) -> None:
@@ -149,7 +149,7 @@ class MetricsExporter:
 class StepMetrics:
     """The metrics of one rank: counted step by step by one thread, read by others at any time.
 
-    Those of stages belong to the stages as they are planned now, and start again where these change.
+    Those of stages belong to the stages as they are planned now, and start again if these change.
     """
 
     def __init__(self, model: StagedDataParallel, *, samples_per_step: int | None = None) -> None:
@@ -180,8 +180,6 @@ class StepMetrics:
         self._count_times(report, own)
         self._count_gradients(record.plan, own)
         self._count_stages(report.stages, own)
-        self._of("step_weight").set(0.0 if own.idle else own.weight)
-        self._of("contributed_weight").inc(0.0 if own.idle else own.weight * own.reach)
         self._series.add(report)
         self._series.add(own)
         self._show_link(record.plan, report)
@@ -293,7 +291,7 @@ class StepMetrics:
 
 
 def stage_labels(plan: StagePlan) -> list[str]:
-    """The names of the stages; where a name occurs twice, the stage's number is added."""
+    """The names of the stages; if a name occurs twice, the stage's number is added."""
     seen: Count[str] = Count()
     labels = []
     for stage in plan.stages:
