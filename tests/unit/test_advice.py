@@ -20,7 +20,7 @@ from straggle.backward.stage_profile import measure_stages
 from straggle.commands.launching import launch_options, store_host
 from straggle.data.rebalance import check_shares
 from straggle.lab import faults
-from straggle.lab.simulate import communication, delays, links, pulled, recorded, units
+from straggle.lab.simulate import communication, delays, links, pulled, units
 from straggle.lab.workloads import digits, paced, shard, synthetic, text
 from straggle.members import state_wire
 from straggle.merge.tensor_bytes import bytes_of
@@ -410,11 +410,6 @@ LAB = {
         lambda _: pulled.simulate_pulled(
             2, 2, units.Work(1.0, num_microbatches=8), NO_DELAY, straggle.FixedDeadline(1)
         ),
-    ),
-    "{}: no such file; give a trace.jsonl or the folder of a run": (
-        lambda path: recorded.read_times(path / "nothing.jsonl"),
-        lambda path: recorded.read_times(write_trace(path, 1.0) / "trace.jsonl"),
-        lambda path: recorded.read_times(write_trace(path, 1.0)),
     ),
     "step_s={}: must be a positive number of seconds": (lambda _: units.Work(0), lambda _: units.Work(1)),
     "forward_share={}: must be a share of a micro-batch's time, from 0 to 1": (

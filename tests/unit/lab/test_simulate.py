@@ -14,9 +14,8 @@ from straggle.lab.faults import dropcompute_factors
 from straggle.lab.simulate.communication import Constant, Ring, Tree
 from straggle.lab.simulate.delays import DropCompute, Exponential, LogNormal, NoDelay, Normal, SlowRanks, Stalls
 from straggle.lab.simulate.ranks import simulate, simulate_times
-from straggle.lab.simulate.recorded import RecordedDelays, read_times, recorded_times
+from straggle.lab.simulate.recorded import RecordedDelays
 from straggle.lab.simulate.units import Work
-from straggle.observe.run import step_report
 
 MODELS = [
     (NoDelay(), 1.0, 0.0),
@@ -248,53 +247,40 @@ def test_auto_deadline_drops_what_it_predicts():
 # -- a recorded run
 
 
-OTHERS = {"reach": 1.0, "wait_s": 0.0, "stood_in": False}
-
-
 def record(step, compute_s, stage_s, late=(), seconds=3.0):
+    others = {"stages": [], "reach": 1.0, "wait_s": 0.0}
     ranks = [
-        {"rank": rank, "compute_s": c, "stage_s": s, "late": rank in late, **OTHERS}
+        {"rank": rank, "compute_s": c, "forward_s": c, "stage_s": s, "late": rank in late, **others}
         for rank, (c, s) in enumerate(zip(compute_s, stage_s, strict=True))
     ]
-    stages = [{"name": name, "numel": 2} for name in "ab"]
+    stages = [{"name": name, "numel": 2, "weight": 3.0} for name in "ab"]
     return {"step": step, "seconds": seconds, "deadline_s": None, "ranks": ranks, "stages": stages}
 
 
-FULL = record(1, [2.0, 2.0, 4.0], [[1.0, 1.9], [1.0, 1.9], [2.0, 3.9]], seconds=4.5)
-CUT = record(2, [2.0, 2.0, 2.5], [[1.0, 1.9], [1.0, 1.9], [2.0, None]], late=(2,))
+def recorded(folder, records, block=0):
+    (folder / "trace.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return RecordedDelays(str(folder), block=block)
 
 
-def test_what_a_late_rank_did_not_finish_takes_as_much_longer_as_what_it_did():
-    recorded = recorded_times([step_report(FULL), step_report(CUT)])
-    assert recorded.unit_s.tolist() == [[[1.0, 1.0], [1.0, 1.0], [2.0, 2.0]]] * 2
-    assert recorded.overhead_s.tolist() == [0.5, 0.5]
-
-
-def test_rank_that_never_entered_takes_its_own_typical_time():
-    absent = record(3, [2.0, 2.0, None], [[1.0, 1.9], [1.0, 1.9], [None, None]], late=(2,))
-    assert recorded_times([step_report(own) for own in (FULL, CUT, absent)]).unit_s[2, 2].tolist() == [2.0, 2.0]
+def test_what_a_late_rank_did_not_finish_takes_as_much_longer_as_what_it_did(tmp_path):
+    whole = record(1, [2.0, 2.0, 4.0], [[1.0, 2.0], [1.0, 2.0], [2.0, 4.0]], seconds=4.5)
+    cut = record(2, [2.0, 2.0, 2.5], [[1.0, 2.0], [1.0, 2.0], [2.0, None]], late=(2,))
+    delays = recorded(tmp_path, [whole, cut] * 6)
+    assert drawn(delays, 11, 3).tolist() == [[[1.0, 1.0], [1.0, 1.0], [2.0, 2.0]]] * 11
+    assert delays.units(Work(1.0).units("stage")).overhead_s == 0.5
 
 
 def test_replay_keeps_the_order_within_blocks_and_draws_each_group_of_ranks_by_itself(tmp_path):
     records = [record(n, [float(n), 2.0 * n], [[0.5 * n, 0.9 * n], [n, 1.9 * n]]) for n in range(12)]
-    (tmp_path / "trace.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    times = drawn(RecordedDelays(str(tmp_path), block=4), 40, 4)
+    times = drawn(recorded(tmp_path, records, block=4), 40, 4)
     whole = times.sum(-1)
     torch.testing.assert_close(whole[:, 1], 2 * whole[:, 0])  # the ranks of a step stay together
     assert not torch.allclose(whole[:, 2], whole[:, 0])
     steps = whole[:, 0].round().int()
     follows = (steps[1:] == steps[:-1] % 11 + 1).view(-1)
     assert bool(follows[[n for n in range(39) if n % 4 != 3]].all())
-    in_order = drawn(RecordedDelays(str(tmp_path), block=0), 11, 2).sum(-1)[:, 0]
+    in_order = drawn(recorded(tmp_path, records), 11, 2).sum(-1)[:, 0]
     assert in_order.tolist() == pytest.approx(list(range(1, 12)))
-
-
-def test_what_is_no_trace_is_refused_with_its_name(tmp_path):
-    with pytest.raises(ValueError, match="no such file"):
-        read_times(tmp_path / "nothing")
-    (tmp_path / "trace.jsonl").write_text('{"step": 3}\n')
-    with pytest.raises(ValueError, match=r"trace\.jsonl: line 1 is no step of a straggle trace"):
-        read_times(tmp_path)
 
 
 # -- the command
