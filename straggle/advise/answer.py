@@ -41,8 +41,8 @@ _NETWORK = 0.1  # of a step, from which on it is worth a sentence
 class Answer:
     """``sentences`` are those of the run's report, if straggle wrote a trace.
 
-    ``by_speed``: what dealing out by speed is worth, where a rank is always slow and that was not done. ``pulled``:
-    what drawing micro-batches is worth, where ranks are waited for and did not draw.
+    ``by_speed``: what dealing out by speed is worth, if a rank is always slow and that was not done. ``pulled``:
+    what drawing micro-batches is worth, if ranks are waited for and did not draw.
     """
 
     timings: Timings
@@ -141,7 +141,7 @@ def _steady(slowness: Slowness) -> list[SlowRank]:
 
 
 def _config(run_dir: Path) -> Mapping[Any, Any]:
-    """The run's configuration; empty where there is none."""
+    """The run's configuration; empty if there is none."""
     path = run_dir / _CONFIG
     config: Any = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else None
     return config if isinstance(config, dict) else {}
@@ -276,7 +276,7 @@ _LOOP = """\
 
 
 def _to_draw(drawn: Pulled | None, timings: Timings) -> Iterator[str]:
-    """The first advice where a step has several micro-batches; where not, how many it would need."""
+    """The first advice if a step has several micro-batches; if not, how many it would need."""
     if drawn is None or not drawn.is_worth_it:
         return
     number, gain = drawn.num_microbatches, drawn.gain

@@ -1,4 +1,4 @@
-"""What dealing the samples of a step out by speed would have been worth, where a rank is always slow."""
+"""What dealing the samples of a step out by speed would have been worth, if a rank is always slow."""
 
 from __future__ import annotations
 

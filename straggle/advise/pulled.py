@@ -16,7 +16,7 @@ from straggle.policies.deadline import LateHandling, WaitForAll
 from straggle.pools.pool import WINDOW
 
 KEYS = "work=pulled"
-TRIED = (2, 4, 8, 16)  # micro-batches of a rank, where a step has one
+TRIED = (2, 4, 8, 16)  # micro-batches of a rank, if a step has one
 _MOST = 0.9  # of what the most micro-batches would save: so many are enough
 _STEPS = 1000  # the last ones, that are looked at
 
@@ -42,7 +42,7 @@ class Pulled:
 def best_pulled(
     timings: Timings, num_microbatches: int, late_handling: LateHandling | None = None, first: int = 0
 ) -> Pulled | None:
-    """With the micro-batches that a step has; where it has one, with the fewest that gain nearly as much as more.
+    """With the micro-batches that a step has; if it has one, with the fewest that gain nearly as much as more.
 
     ``None``: more than one would be needed, and no number that was tried is worth it.
     """

@@ -226,7 +226,7 @@ def _from_trace(path: Path) -> Timings:
     if not reports:
         raise ValueError(f"{path}: there is no complete step in it yet")
     plan, ranks = [(s.name, s.numel) for s in reports[-1].stages], len(reports[-1].ranks)
-    # the first step has other stages; one for which a rank had no data, or was absent, says nothing about its speed
+    # the first step has other stages; one for which a rank had no data, or was absent, shows nothing of its speed
     kept = [
         report
         for report in reports
@@ -258,7 +258,7 @@ def _of_reports(path: Path, reports: list[StepReport]) -> Timings:
     own_s = np.asarray(sum(phases.values()))
     entered_s = np.maximum(0.0, own_s - last)
     cost = np.array([[rank.cost for rank in report.ranks] for report in reports], dtype=float)
-    if (cost != 1).any():  # a long batch takes longer by right: all as in steps of the mean cost
+    if (cost != 1).any():  # a long batch is expected to take longer: all as in steps of the mean cost
         phases, unit_s = _of_mean_cost(phases, cost), unit_s / cost[..., np.newaxis]
         seconds = seconds - own_s.max(axis=1) + np.asarray(sum(phases.values())).max(axis=1)
     return Timings(

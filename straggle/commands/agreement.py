@@ -26,7 +26,7 @@ def on_all_ranks(work: Callable[[], Result]) -> list[Result]:
 
 
 def of_ranks(sentences: Sequence[Sequence[str]]) -> str:
-    """What the ranks say: each sentence once, with the ranks that say it if these are not all."""
+    """The ranks' sentences, each once, with the ranks that have it if these are not all."""
     by = dict[str, list[int]]()
     for rank, own in enumerate(sentences):
         for sentence in own:

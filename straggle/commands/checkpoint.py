@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 class Dealer(Protocol):
-    """What says which samples come next; its state is plain values and tensors, by name."""
+    """What determines the next samples; its state is plain values and tensors, by name."""
 
     def state_dict(self) -> dict[str, Any]:
         """What it needs to go on, the same on all ranks."""
@@ -52,7 +52,7 @@ class Dealer(Protocol):
 
 
 class NotSaved(RuntimeError):
-    """A checkpoint could not be written; says why, and which is the last complete one. The same on all ranks."""
+    """A checkpoint could not be written: why, and which is the last complete one. The same on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Checkpoint:
     ) -> None:
         """Write the state after ``step`` steps; the checkpoint before it stays complete until this one is.
 
-        ``dealt``: what says which samples come next, by name; the same on all ranks.
+        ``dealt``: what determines the next samples, by name; the same on all ranks.
         Raises `NotSaved` if it cannot be written, such as on a full disk.
         """
         try:
@@ -91,7 +91,7 @@ class Checkpoint:
     ) -> bool:
         """Write the state after ``step`` steps, on one rank of a job whose members come and go.
 
-        What only the other ranks know is not in it: their random state, and their estimator's memory. False where the
+        What only the other ranks know is not in it: their random state, and their estimator's memory. False if the
         peers have merged more steps than this rank has applied, so that there is no state of one step to be had.
         Raises `NotSaved` if it cannot be written.
         """

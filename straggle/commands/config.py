@@ -57,7 +57,7 @@ def _explained(error: Exception, name: str, overrides: Sequence[str]) -> str:
 
 
 def _unknown_key(key: str, name: str, overrides: Sequence[str]) -> str:
-    """What to say of a key that there is none of: the keys beside it, with the options that were chosen."""
+    """The message for a key that does not exist: the keys beside it, with the options that were chosen."""
     default = compose(name)
     groups = [group.name for group in config_dir().iterdir() if group.is_dir() and group.name in default]
     chosen = compose(name, [override for override in overrides if override.partition("=")[0] in groups])
@@ -107,7 +107,7 @@ def run_configured(name: str, work: Callable[[DictConfig], None], usage: str) ->
 
 
 def refuse(error: Exception, status: int = 2) -> NoReturn:
-    """End the program with this status; rank 0 says why."""
+    """End the program with this status; rank 0 reports why."""
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"{error}\n")
     raise SystemExit(status) from None

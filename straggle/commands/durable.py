@@ -32,7 +32,7 @@ class FileSeal:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A folder whose ``state.json`` is not damaged; `check` says whether its other files are."""
+    """A folder whose ``state.json`` is not damaged; `check` finds whether its other files are."""
 
     directory: Path
     state: Mapping[str, Any]

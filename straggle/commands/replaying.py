@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 def recorded(config: DictConfig) -> DictConfig:
     """The configuration of the run that ``config.replay`` names, without its faults, up to ``config.steps``.
 
-    Raises `ConfigurationError` where there is no recorded run, or one of classes that this run does not name.
+    Raises `ConfigurationError` if there is no recorded run, or one of classes that this run does not name.
     """
     source = Path(config.replay)
     if source.resolve() == Path(config.run_dir).resolve():
@@ -55,7 +55,7 @@ def decisions_of(run_dir: Path) -> Path:
 
 
 def shares_of(run_dir: Path) -> Path:
-    """The file that says which shares the ranks had from which step on."""
+    """The file of which shares the ranks had from which step on."""
     return decisions_of(run_dir) / "shares.json"
 
 

@@ -35,7 +35,7 @@ torchrun --nproc-per-node 4 -m straggle watch train.py --epochs 1
 
 
 def arguments(words: Sequence[str]) -> tuple[Path, list[str]]:
-    """The folder, and the script with its words; raises ``ValueError`` where there is no such script."""
+    """The folder, and the script with its words; raises ``ValueError`` if there is no such script."""
     run_dir, rest = Path("runs/watch"), list(words)
     while rest and rest[0].startswith("run_dir="):
         run_dir = Path(rest.pop(0).partition("=")[2])

@@ -61,10 +61,10 @@ class Parts:
     leaving: frozenset[int] = frozenset()
 
     def active(self, before: frozenset[int], world_size: int) -> frozenset[int]:
-        """The ranks to which something is dealt from here on, where these had something ``before``.
+        """The ranks to which something is dealt from here on, if these had something ``before``.
 
         One that comes back does from when it takes part by itself: it has the state of the others by then. None is
-        left out where none would be there.
+        left out if none would be there.
         """
         gone = self.absent | self.leaving
         itself = frozenset(range(world_size)) - gone - self.stood_in
@@ -72,7 +72,10 @@ class Parts:
 
 
 def parts_of(record: StepRecord, repeat_up_to: float = 0.0) -> Parts:
-    """What a step's telemetry says; a rank that gave at most the share ``repeat_up_to`` has not brought its samples."""
+    """What the ranks brought, by a step's telemetry.
+
+    A rank that gave at most the share ``repeat_up_to`` has not brought its samples.
+    """
     finished, table = record.table.finished_ranks(), record.table
     if not all(finished):
         ranks = record.report.ranks
@@ -85,7 +88,7 @@ class Ledger:
 
     ``batch_size`` samples go to each rank that is ``active``: one that has not left, or has taken part by itself since.
     A sample of a rank that is there but brings nothing is dealt at most ``max_repeats`` times again in an epoch;
-    ``num_lost`` counts those that were given up, over all epochs. ``shares``: those of the first step, where they are
+    ``num_lost`` counts those that were given up, over all epochs. ``shares``: those of the first step, if they are
     not equal.
     """
 
@@ -119,7 +122,7 @@ class Ledger:
         return self.epoch, self.num_deals, self.done
 
     def merged(self, parts: Parts, shares: Sequence[int] | None = None) -> None:
-        """The step at `position` is merged; ``shares`` from here on, where they are not equal ones."""
+        """The step at `position` is merged; ``shares`` from here on, if they are not equal ones."""
         for rank, brought in enumerate(parts.brought):
             own = self.deal.of(self.done, rank)
             if not brought and len(own):
@@ -154,7 +157,7 @@ class Ledger:
     def load_state_dict(self, state: Mapping[str, Any], shares: Sequence[int] | None = None) -> None:
         """Go on from there; with another number of ranks or another batch size, what is left is dealt again.
 
-        ``shares`` are then those from here on, where they are not equal ones.
+        ``shares`` are then those from here on, if they are not equal ones.
         Raises ``ValueError`` for the state of another number of samples.
         """
         if state["num_samples"] != self._num_samples:

@@ -36,9 +36,9 @@ class Epochs:
     A step's weight is the number of the rank's samples over ``batch_size``, if the loop does not set it.
     What a rank was to bring and did not is dealt again at the end of the epoch, to the ranks that are then there: what
     it had while it was absent, and what it had in a step to which it gave at most the share ``repeat_up_to`` of its
-    gradient (0: only where all of it is missing). A sample of a rank that is there is dealt at most three times again.
+    gradient (0: only if all of it is missing). A sample of a rank that is there is dealt at most three times again.
     When ranks leave or come back, what is left of the epoch is dealt again, and the loader begins again.
-    With ``rebalance`` a rank has ``batch_size`` times its share: 1 where the shares are samples.
+    With ``rebalance`` a rank has ``batch_size`` times its share: 1 if the shares are samples.
 
     All ranks deal alike, from the telemetry of the merged steps, without a message. There is one step for each batch.
     Steps at the end of an epoch may have fewer samples, and some ranks none: they take part with weight 0.
@@ -148,7 +148,7 @@ class Epochs:
             self._take(ledger.position)
             yield batch
             num_unused = 0
-            while self._behind or not self._num_made:  # it was not used, as where the loop caught an error
+            while self._behind or not self._num_made:  # it was not used, as if the loop caught an error
                 num_unused = 0 if self._num_made else num_unused + 1
                 if num_unused > _MAX_UNUSED:
                     raise RuntimeError(

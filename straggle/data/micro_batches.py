@@ -26,7 +26,7 @@ class MicroBatches:
 
     A micro-batch is loaded by a thread while the one before it is computed, and ``collate`` makes it of its samples.
     With ``num_workers`` as many processes load, as those of a ``DataLoader`` do, and as many of the micro-batches that
-    the rank has drawn are loaded ahead. They are forked here, where that is the start method: make this before the
+    the rank has drawn are loaded ahead. They are forked here, if that is the start method: make this before the
     model is wrapped.
     Raises ``TypeError`` for a data set that has no numbers, ``ValueError`` for a ``size`` below 1 or ``num_workers``
     below 0.

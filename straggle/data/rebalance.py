@@ -3,7 +3,7 @@
 A rank that takes `t_r` seconds for `n_r` samples takes `t_r (n + c) / (n_r + c)` for `n` of them, where `c` is what a
 step costs beside its samples, in samples. Shares `n = T v_r - c` with the speed `v_r = (n_r + c) / t_r` let all ranks
 finish together after `T = (total + ranks * c) / sum(v)`. `c` is taken as 0 at first, and learned from what the changes
-of shares did to the times. Where it is too small, a change is too small too: shares come to the balance from one side.
+of shares did to the times. If it is too small, a change is too small too: shares come to the balance from one side.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Rebalance:
     least ``min_share`` of them, and a multiple of ``multiple_of``.
 
     A rank's speed is the median over the last ``window`` steps, at least half as many, since its last change: one that
-    sometimes stalls is not slow. Shares change only where that makes the slowest rank's expected time shorter by
+    sometimes stalls is not slow. Shares change only if that makes the slowest rank's expected time shorter by
     ``least_gain`` (0.05: a twentieth). An absent rank (`Elastic`) has none, the others have all. All comes from the
     telemetry of the merged steps, so that every rank computes the same shares and no message is needed. ``schedule``:
     which shares held from which step on.
 
-    Raises ``ValueError`` where ``total`` cannot be dealt out so.
+    Raises ``ValueError`` if ``total`` cannot be dealt out so.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Rebalance:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with saved shares. Raises ``ValueError`` where they are of another total or number of ranks."""
+        """Go on with saved shares. Raises ``ValueError`` if they are of another total or number of ranks."""
         if state["total"] != self._total or len(state["shares"]) != len(self._shares):
             raise ValueError(
                 f"these shares are of {state['total']} for {len(state['shares'])} ranks, not of {self._total} for "

@@ -131,7 +131,7 @@ class Comparison:
         return f"straggle needs {_text(ratio)} of the time of {best}, the best other method: {first}{even}"
 
     def predicted(self) -> str:
-        """What straggle's own steps say of DDP's, and what these took."""
+        """DDP's step as predicted from straggle's own steps, and as measured."""
         if OURS not in self.methods:
             return ""
         said = self.methods[OURS].timed.ddp_seconds(self.steps)

@@ -171,7 +171,7 @@ class Stall(Fault):
 
 @final
 class Kill(Fault):
-    """Kills the process with SIGKILL in ``step``, at the first moment of the phase: it says no word.
+    """Kills the process with SIGKILL in ``step``, at the first moment of the phase: nothing is reported.
 
     A rank that is started again, and goes on from a later step, is not killed again.
     """
@@ -216,7 +216,7 @@ def dropcompute_factors(
 
 @lru_cache(maxsize=1)
 def _dropcompute_tables() -> tuple[Tensor, Tensor, float]:
-    """The distribution function of L; L for each 32,768th of it, NaN where several lie in one; and `E[L]`.
+    """The distribution function of L; L for each 32,768th of it, NaN if several lie in one; and `E[L]`.
 
     The table answers for 98 uniform numbers in 100 at once: many ranks are drawn in less than half of the time.
     """
@@ -231,7 +231,7 @@ def _dropcompute_tables() -> tuple[Tensor, Tensor, float]:
 
 @final
 class FaultInjector:
-    """Delays one rank's training of `module` by `faults`, in their order; no hook is set where none affects the rank.
+    """Delays one rank's training of `module` by `faults`, in their order; no hook is set if none affects the rank.
 
     It takes the plain module, before DDP or `StagedDataParallel` wraps it:
 

@@ -105,7 +105,7 @@ def seconds_to(losses: Sequence[float], end_s: Sequence[float], target: float) -
 def time_to_loss_ratio(ours: Sequence[float | None], theirs: Sequence[float | None]) -> Interval:
     """Our seconds to the last loss, divided by theirs, and the ratio's range over all losses but a tenth at each end.
 
-    ``None``: a loss was never reached; the ratio is infinite where we did not, NaN where they did not.
+    ``None``: a loss was never reached; the ratio is infinite if we did not, NaN if they did not.
     """
     ratios = [
         math.nan if their is None else math.inf if our is None else our / their

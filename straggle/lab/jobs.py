@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 def process_group(*, elastic: bool = False) -> Iterator[torch.device]:
     """The job's process group, by torchrun's environment or alone; yields the device of this rank.
 
-    nccl where every rank of this machine has a GPU, gloo on the CPU otherwise. ``elastic``: gloo in any case, and in
+    nccl if every rank of this machine has a GPU, gloo on the CPU otherwise. ``elastic``: gloo in any case, and in
     the part of the store that a rank finds again when it is started again by itself.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -175,7 +175,7 @@ class StagedJob(Job):
 
     With ``work=pulled`` the ranks draw the step's micro-batches, and each loads those that it draws: a slow one fewer.
     Else, with ``rebalance``, its unit is a sample if a step has one micro-batch, and otherwise a complete micro-batch.
-    Where members come and go, ``epochs`` deals the samples, so that none is lost with a rank.
+    If members come and go, ``epochs`` deals the samples, so that none is lost with a rank.
     """
 
     model: StagedDataParallel
@@ -214,7 +214,7 @@ class StagedJob(Job):
 
     @property
     def dealt(self) -> dict[str, Rebalance | Epochs | _Position]:
-        """What says which samples come next, by name: to be saved, and given to a rank that comes back."""
+        """What determines the next samples, by name: to be saved, and given to a rank that comes back."""
         pool = self._position if self._pulls and self._comes_and_goes else None
         named = {"rebalance": self.rebalance, "epochs": self.epochs, "position": pool}
         return {name: own for name, own in named.items() if own is not None}

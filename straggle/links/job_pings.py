@@ -74,7 +74,7 @@ class JobPings(Wing):
 def merged_step(step: int, seconds: float, table: Table, out: Collection[int], *, takes_part_from: int) -> Merged:
     """A merged step as the pings need it; ``out``: ranks that were put out because of their links.
 
-    ``takes_part_from``: the step from which on this rank takes part. Before that its last merged step says nothing: it
+    ``takes_part_from``: the step from which on this rank takes part. Before that its last merged step shows nothing: it
     has been put out since, or has not come back yet.
     """
     absent = table.absent_ranks()

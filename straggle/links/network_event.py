@@ -19,18 +19,18 @@ _ENOUGH = 5  # of them, to say what is usual
 
 
 def long_after_s(usual_s: Sequence[float]) -> float:
-    """From how many seconds on the network on a merge is long, where these were usual; infinite: not known."""
+    """From how many seconds on the network on a merge is long, if these were usual; infinite: not known."""
     return max(LEAST_S, TIMES * median(usual_s)) if len(usual_s) >= _ENOUGH else float("inf")
 
 
 class LongMerge:
-    """Looks now and then at the merge that is on its way, and says of each event what it is, once."""
+    """Looks now and then at the merge that is on its way, and describes each event once."""
 
     def __init__(self) -> None:
         self._usual_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._last = -1  # the step that was merged last,
         self._last_s = 0.0  # and its seconds
-        self._said = -2  # the last step of the event that was said
+        self._said = -2  # the last step of the event that was described
 
     def merged(self, step: int, network_s: float) -> None:
         """``step`` is merged, and was so long on the network."""
@@ -58,12 +58,12 @@ class LongMerge:
         ask: Callable[[], Mapping[int, int | None]],
         slow: Collection[SlowLink],
     ) -> str | None:
-        """What to say of the merge of ``step``, which has been on its way for ``seconds``; ``None``: nothing.
+        """What to log about the merge of ``step``, which has been on its way for ``seconds``; ``None``: nothing.
 
-        ``ask()``: for each peer the last step that it has submitted; ``None``: it does not answer. Where all answer, a
-        merge that one of them has not submitted is no event of the network: that rank is waited for. Where one does
-        not, others may still be in the step before because of it. Where no peer is given nothing is known. Of several
-        steps in a row only the first is said.
+        ``ask()``: for each peer the last step that it has submitted; ``None``: it does not answer. If all answer, a
+        merge that one of them has not submitted is no event of the network: that rank is waited for. If one does
+        not, others may still be in the step before because of it. If no peer is given, nothing is known. Of several
+        steps in a row only the first is described.
         """
         if seconds < long_after_s(self._usual_s):
             return None

@@ -173,7 +173,7 @@ class _Sent:
         return quickest_s
 
     def _seconds(self, num_bytes: int) -> float:
-        """Send so much; how long it took until the peer had it and said so."""
+        """Send so much; how long it took until the peer had it and answered."""
         message = b"".join((_HEAD.pack(num_bytes), self._payload[:num_bytes]))
         begin = time.monotonic()
         self._connection.sendall(message)
@@ -206,7 +206,7 @@ def _connection(host: str, port: int, limit_s: float) -> Iterator[tuple[socket.s
 
 
 def _round_trip_s(connection: socket.socket, connected_s: float) -> float:
-    """What the kernel measured as it made the connection or, if it does not say, how long that took."""
+    """What the kernel measured as it made the connection or, if it has none, how long that took."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, struct.error):
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)

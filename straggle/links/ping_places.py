@@ -56,7 +56,7 @@ def _key(rank: int) -> str:
 
 
 def _read(store: Any, ranks: Sequence[int]) -> dict[int, tuple[str, int]]:
-    """The places of those that have said one; a word that is none is left out."""
+    """The places of those that have published one; what is none is left out."""
     places = {}
     for rank in ranks:
         port, _, host = (peek(store, _key(rank)) or "").partition(" ")

@@ -13,7 +13,7 @@ from straggle.links.ping import LEAST_BYTES, MOST_BYTES
 
 EVERY_S = 10.0
 SLOW_EVERY_S = 2.5  # while a link is slow, so that it is known soon that it is not any more
-DOUBT_EVERY_S = 1.0  # while one looks so, until several rounds say so
+DOUBT_EVERY_S = 1.0  # while one looks so, until several rounds show it
 _LONGEST_S = 60.0
 SHARE = 0.001  # of the bytes that merges send
 _MERGED_SHARE = 256  # the large message is at most so small a part of what is merged

@@ -32,7 +32,7 @@ _LONGEST_WAIT_S = 60.0  # for a merge to end
 _LONG_EVERY_S = 1.5  # between the beginnings of two pings while a merge is long
 _IN_VAIN_S = 300.0  # for which no merge is pinged in its middle, if that has found nothing: a rank is waited for
 _PAUSE_S = 60.0  # and if it has, but merges are as long as before: pings have a part of a narrow link
-_TWICE = 2  # so often a way is measured in a long merge before that says anything
+_TWICE = 2  # so often a way is measured in a long merge before that means anything
 _DOUBTED = 4  # times as many bytes if a way looks slow, to be sure
 
 _log = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class Pings:
             self._places.publish(server.host, server.port)
             while not self._closing.is_set():
                 self._turn.wait(_LOOK_S)
-                with contextlib.suppress(StoreUnreachable):  # which others say
+                with contextlib.suppress(StoreUnreachable):  # which others report
                     self._turn_of_the_loop()
         except (OSError, StoreUnreachable) as error:
             if not self._closing.is_set():
@@ -303,7 +303,7 @@ class Pings:
         elif self._on_long is not None:
             self._on_long(rank_links((way for way in ways if self._submitted[way.target]), self._world_size))
 
-    # -- what is said
+    # -- what is logged
 
     def _look_at_the_merge(self, merged: Merged) -> None:
         step, seconds = self._on_its_way()

@@ -58,7 +58,7 @@ class LiveView:
             self._console.print(f"{number}  {line}", highlight=False, soft_wrap=True)
 
     def changed(self, report: MembersReport) -> None:
-        """Members have left or come in; from any thread. That ranks come to the end of the run is not said."""
+        """Members have left or come in; from any thread. That ranks come to the end of the run is not shown."""
         if report.at_the_end:
             return
         for rank, why in report.left.items():

@@ -2,7 +2,7 @@
 
 DDP gives all ranks an equal share of the samples, and waits for all of them. A rank with ``n`` samples of a mean of
 ``m`` takes ``t + (m - n) u`` for an equal share: ``t`` is what it took for its own in this step, and ``u`` what it
-usually takes for one more. So a stall counts once, however many samples the rank has. Where work is not dealt out by
+usually takes for one more. So a stall counts once, however many samples the rank has. If work is not dealt out by
 speed, ``n = m`` for all ranks.
 
 A late rank is taken to have gone on at its usual pace from the last stage that it completed. Usual is relative: so many
@@ -21,7 +21,7 @@ from straggle.observe.equal_shares import EqualShares
 from straggle.policies.untruncated import Mark, untruncated_time
 from straggle.report import RankReport, StepReport
 
-_WINDOW = 20  # steps that say how slow a rank usually is
+_WINDOW = 20  # steps that show how slow a rank usually is
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class DdpPrediction:
     def _entry_s(self, step: _Step, rank: RankReport) -> float:
         """When the rank entered the step, from its begin.
 
-        Where it was still in an earlier step, or came from one, that time is in its overrun. A rank that was stuck
+        If it was still in an earlier step, or came from one, that time is in its overrun. A rank that was stuck
         before it entered was stood in for until then.
         """
         if rank.idle or rank.overrun_s or (math.isnan(rank.compute_s) and rank.rank in self._behind):
@@ -118,7 +118,7 @@ class _Step:
         return untruncated_time(0.0, marks).seconds / units / self.unit_s if marks else math.nan
 
     def own_s(self, rank: RankReport, units: float, unit_s: float) -> float:
-        """The rank's seconds for all of its work, where a unit usually takes it ``unit_s``; NaN: not known."""
+        """The rank's seconds for all of its work, if a unit usually takes it ``unit_s``; NaN: not known."""
         if rank.idle or not rank.late or math.isnan(unit_s):
             return 0.0 if rank.idle and units > 0 else rank.compute_s
         usual_s = units * unit_s

@@ -1,4 +1,4 @@
-"""Who has how much of a step, and how much more an equal share would be: where work is dealt out by speed, or drawn.
+"""Who has how much of a step, and how much more an equal share would be, if work is dealt out by speed, or drawn.
 
 What a step costs a rank beside its samples (`Overhead`) is learned from the changes of the shares. A rank's times count
 relative to those of the median rank, so that a machine which others use more, or less, after a change says nothing.
@@ -24,7 +24,7 @@ _DEALS = 6  # shares that are looked back at
 class DealtWork:
     """What each rank had of a step, and how much ``more`` an equal share would be, in units.
 
-    A unit is a sample or a micro-batch, and what a step costs beside them is counted in ``units``, too. Where work is
+    A unit is a sample or a micro-batch, and what a step costs beside them is counted in ``units``, too. If work is
     not dealt out, a unit is a step of the mean cost (`Step.cost`).
     """
 

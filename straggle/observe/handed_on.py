@@ -56,7 +56,7 @@ class HandedOnLines:
                 self._write_pending()
 
     def close(self) -> None:
-        """Close the file, where this rank has it."""
+        """Close the file, if this rank has it."""
         with self._lock:
             self._close()
 
@@ -68,7 +68,7 @@ class HandedOnLines:
                 self._last = number
 
     def _take_over(self) -> bool:
-        """Become the writer; false where the one before has lines that this rank lacks, and may still write them."""
+        """Become the writer; false if the one before has lines that this rank lacks, and may still write them."""
         now, last = time.monotonic(), max(self._floor, self._last_written())
         self._waits_since = now if self._waits_since is None else self._waits_since
         following = next((number for number, _ in self._pending if number > last), last + 1)
@@ -116,7 +116,7 @@ class HandedOnLines:
         return size
 
     def _last_written(self) -> int:
-        """The number of the last complete line in the file; below all of them where there is none."""
+        """The number of the last complete line in the file; below all of them if there is none."""
         try:
             with self._path.open("rb") as file:
                 file.seek(max(0, self._path.stat().st_size - _TAIL_BYTES))

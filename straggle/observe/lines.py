@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 class LineWriter:
     """Appends lines to ``path``, each at once; of an existing file the first ``keep_bytes`` are kept.
 
-    ``num_lost`` lines could not be written. The file has complete lines only, except where a part of a line could not
+    ``num_lost`` lines could not be written. The file has complete lines only, except if a part of a line could not
     be removed again: that part ends in a question mark.
     """
 

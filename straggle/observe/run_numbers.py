@@ -17,7 +17,7 @@ from straggle.observe.run import Array, Run
 from straggle.report import CAUSES, Cause
 
 Flags: TypeAlias = NDArray[np.bool_]
-_ENOUGH_STEPS = 5  # for a median that says something
+_ENOUGH_STEPS = 5  # for a median that means something
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class RunNumbers:
 
 
 def numbers_of(run: Run) -> RunNumbers:
-    """The run's numbers; NaN where the trace does not have them."""
+    """The run's numbers; NaN if the trace does not have them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # the mean of nothing is NaN, which is what we want
         return _numbers_of(run)

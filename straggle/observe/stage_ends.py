@@ -12,7 +12,7 @@ class StageEnds:
     """The moments of the running pass, or the last one: each with a parameter that was finished then.
 
     ``now()`` gives a moment. On a device that takes as long as to launch a kernel. So from the second pass with a plan
-    on, one is taken where a stage has as many gradients as in the pass before, and at each that comes after. Of a stage
+    on, one is taken if a stage has as many gradients as in the pass before, and at each that comes after. Of a stage
     that has fewer, it is that of the end of the pass.
     """
 

@@ -12,7 +12,7 @@ from straggle.observe.replicas import Replicas
 from straggle.report import StepReport
 
 _LESS = 0.9  # of the mean rank's work, at most: then a rank has less to do
-_WAITING = 0.1  # of the step, from which on it is said for whom the others wait
+_WAITING = 0.1  # of the step, from which on the rank that the others wait for is named
 
 
 class LastSteps:

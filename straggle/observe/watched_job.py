@@ -48,7 +48,7 @@ class Job:
 
     @property
     def head(self) -> dict[str, Any]:
-        """What a file says of it."""
+        """What a file has about it."""
         own = {"job": self.kind, "replica_ranks": self.replica_ranks, "unknown": self.unknown}
         return {"rank": self.rank, "world_size": self.world_size, **own}
 

@@ -88,7 +88,7 @@ class WatchedLinks:
         return Merged(step, seconds, math.nan, tuple(range(self._world_size)), self._ways())
 
     def _ways(self) -> list[Way]:
-        """What all ranks have measured, as far as the store says it; asked every few seconds."""
+        """What all ranks have measured, as far as the store has it; asked every few seconds."""
         if (now := time.monotonic()) < self._asked_at + _ASK_S:
             return self._known
         self._asked_at = now

@@ -153,7 +153,7 @@ class LateHandling:
     that is stood in for submits what it has of the running one), or all that it has ("step", as backup workers do; the
     merge then begins only when a rank has finished, and does not overlap with its backward pass).
 
-    ``late_by``: whose clock says that a rank is late; on the CPU both are the same. With "host" its host never waits
+    ``late_by``: whose clock decides that a rank is late; on the CPU both are the same. With "host" its host never waits
     for a CUDA device, and a rank is late if its loop is. With "device" it is late if its device is: times are the
     device's, and the host of a rank that is expected to be late stays at most one stage ahead, so that there is
     something to stop.

@@ -17,13 +17,13 @@ from straggle.policies.links import Link
 from straggle.policies.merge_time import merge_seconds
 from straggle.report import StepReport
 
-ROUNDS = 3  # of measurements: the best of them says how a way is, so that a slow link was slow in all
-MAX_AGE_S = 180.0  # of a measurement: one that is older says nothing about today's link
+ROUNDS = 3  # of measurements: the best of them is how a way is, so that a slow link was slow in all
+MAX_AGE_S = 180.0  # of a measurement: one that is older shows nothing of today's link
 
 
 @dataclass(frozen=True)
 class Way:
-    """One direction between two ranks as ``source`` measured it, ``age_s`` seconds before it said so."""
+    """One direction between two ranks as ``source`` measured it, ``age_s`` seconds before it reported it."""
 
     source: int
     target: int
@@ -44,7 +44,7 @@ class RankLink:
 
     @property
     def slower_bytes_per_s(self) -> float:
-        """The rate of its slower direction; NaN where neither is known."""
+        """The rate of its slower direction; NaN if neither is known."""
         return min(_known((self.up_bytes_per_s, self.down_bytes_per_s)), default=math.nan)
 
     @property
@@ -90,7 +90,7 @@ def links_of(report: StepReport) -> tuple[RankLink, ...]:
 
 
 def others_links(links: Sequence[RankLink]) -> tuple[RankLink, ...]:
-    """For each rank the middle of the other ranks' links; NaN where none is known."""
+    """For each rank the middle of the other ranks' links; NaN if none is known."""
     latencies = _medians_of_others([link.latency_s for link in links])
     up = _medians_of_others([link.up_bytes_per_s for link in links])
     down = _medians_of_others([link.down_bytes_per_s for link in links])

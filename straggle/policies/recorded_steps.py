@@ -67,7 +67,7 @@ class StepTimes:
 def quorum_times(end_s: Tensor, members: Tensor, quorum: Callable[[int], int]) -> Tensor:
     """When a quorum has finished, (steps,), of ranks that finish at ``end_s``, (steps, ranks).
 
-    ``members``, of the same shape, says which of them take part in the step; ``quorum(number)`` is how many of these.
+    ``members``, of the same shape: which of them take part in the step; ``quorum(number)`` is how many of these.
     A step without any has a quorum at its begin.
     """
     ordered = end_s.masked_fill(~members, math.inf).sort(1).values

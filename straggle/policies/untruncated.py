@@ -153,7 +153,7 @@ def _seen(progress: Progress, compute_s: Tensor) -> _Seen:
 def _beyond(slower: Tensor, unheard: Tensor) -> Tensor:
     """The share by which a rank needed more than it was given, in steps in which it finished nothing (``unheard``).
 
-    ``slower``, (steps, ranks): how much longer than its peers it took, NaN if unknown. Its spread says how
+    ``slower``, (steps, ranks): how much longer than its peers it took, NaN if unknown. Its spread shows how
     far beyond. Nothing is added if some rank finishes nothing in most steps: a threshold is for that one, and
     what the others lose by noise would only shorten it.
     """

@@ -36,7 +36,7 @@ class ImpairedLink:
         at_least_0("good_s", self.good_s)
 
     def over(self, usual: RankLink, at_s: float) -> RankLink:
-        """The link ``at_s`` seconds into the run, where the others' are ``usual``."""
+        """The link ``at_s`` seconds into the run, if the others' are ``usual``."""
         if math.isfinite(self.slow_s) and at_s % (self.slow_s + self.good_s) >= self.slow_s:
             return usual
         given = {

@@ -145,7 +145,7 @@ class PulledCluster(Ranks):
         self._drawing.learn(finished, done.own_s.tolist(), done.stood_in.tolist())
 
     def _ready_s(self, end_s: float) -> list[float]:
-        """When each stage is ready, where the last rank ends its own work at ``end_s``."""
+        """When each stage is ready, if the last rank ends its own work at ``end_s``."""
         ready_s: list[float] = (end_s - self._before_end_s).tolist()
         return ready_s
 

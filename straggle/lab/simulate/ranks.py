@@ -31,7 +31,7 @@ class Simulation:
     of the step's gradients; ``predicted_drop``: what the policy predicted (NaN: it makes no prediction).
     ``late_ranks``: the number of late ranks; ``late_steps``: the number of steps in which each rank was late.
     ``reach``: the share of each stage that each rank computed, over all steps. ``drawn``: micro-batches that each rank
-    computed of a step's pool, in the mean; ``None`` where it has none.
+    computed of a step's pool, in the mean; ``None`` if it has none.
     """
 
     step_s: Tensor
@@ -123,7 +123,7 @@ class Ranks:
         self._rows: list[tuple[float, ...]] = []
 
     def _keep(self, done: SimulatedStep, step_s: float, all_s: float, kept: float) -> None:
-        """The step took ``step_s``, and ``all_s`` where all are waited for; ``kept``: the share that came in."""
+        """The step took ``step_s``, and ``all_s`` if all are waited for; ``kept``: the share that came in."""
         self._late_steps += done.late
         late = int(done.late.sum())
         self._rows.append((step_s, all_s, self._next.seconds, 1 - kept, self._next.predicted_drop, late))

@@ -142,7 +142,7 @@ def _windows(text: bytes, context: int, name: str, remedy: str) -> Tensor:
 
 
 def _split(texts: list[bytes], validation_share: float) -> tuple[bytes, bytes]:
-    """Training and validation text, cut between files where there are several."""
+    """Training and validation text, cut between files if there are several."""
     if len(texts) == 1:
         cut = round(len(texts[0]) * (1 - validation_share))
         return texts[0][:cut], texts[0][cut:]
