@@ -54,7 +54,6 @@ class Timings:
     unit_s: Array
     unit_share: Array
     stage_share: Array
-    stages: tuple[str, ...]
     slow_links: tuple[LinkSpell, ...] = ()
     pulled: bool = False
     replicas: Replicas = field(default_factory=Replicas)
@@ -168,7 +167,6 @@ def _from_watch(folder: Path, files: list[Path]) -> Timings:
         unit_s=unit_s,
         unit_share=unit_share,
         stage_share=stage_share,
-        stages=tuple(stage["name"] for stage in stages),
         slow_links=_links_of_watch(lines, steps, heads[0]),
         job=heads[0].get("job", "DDP"),
         replica_ranks=heads[0].get("replica_ranks", 1),
@@ -272,7 +270,6 @@ def _of_reports(path: Path, reports: list[StepReport]) -> Timings:
         unit_s=unit_s,
         unit_share=unit_share,
         stage_share=stage_share,
-        stages=tuple(stage.name for stage in stages),
         slow_links=link_spells(
             ((report.step, links_of(report), report.seconds) for report in reports),
             num_bytes=4 * sum(stage.numel for stage in stages),

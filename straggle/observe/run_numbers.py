@@ -78,7 +78,6 @@ class RunNumbers:
     rank_steps: int
     stood_in: int
     skipped: int
-    nonfinite: int
     loss: float
     wait_share: float
     ranks: tuple[RankInRun, ...]
@@ -110,7 +109,6 @@ def _numbers_of(run: Run) -> RunNumbers:
         rank_steps=int(has_data.sum()),
         stood_in=int(np.nansum(run.ranks["stood_in"])),
         skipped=int(run.skipped.sum()),
-        nonfinite=int(np.nansum(run.ranks["nonfinite"])),
         loss=float(np.nanmean(losses)),
         wait_share=float(
             np.nanmean(np.where(run.ranks["absent"] == 1, np.nan, run.ranks["wait_s"])) / np.nanmean(run.seconds)

@@ -11,7 +11,3 @@ class Link:
 
     latency_s: float
     bytes_per_s: float
-
-    def seconds(self, num_bytes: float) -> float:
-        """Until all of a message has arrived."""
-        return self.latency_s + num_bytes / self.bytes_per_s
