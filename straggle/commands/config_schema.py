@@ -206,21 +206,7 @@ class Simulate(_Checked):
     late_handling: Any = MISSING
 
 
-@dataclass
-class Profile(_Checked):
-    """Of ``profile``."""
-
-    AT_LEAST: ClassVar[dict[str, int]] = {"steps": 1, "seed": 0, "batch_size": 1}
-
-    steps: int = MISSING
-    seed: int = MISSING
-    batch_size: int = MISSING
-    run_dir: str = MISSING
-    stages: Any = MISSING
-    workload: Any = MISSING
-
-
-SCHEMAS = {"train": Train, "compare": Compare, "simulate": Simulate, "profile": Profile}
+SCHEMAS = {"train": Train, "compare": Compare, "simulate": Simulate}
 
 
 # -- what conf/ has

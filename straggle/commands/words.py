@@ -9,7 +9,6 @@ COMMANDS = {
     "watch": ("straggle.commands.watch", "run a DDP script as it is, and record where each rank's time goes"),
     "compare": ("straggle.commands.compare", "the same job under DDP and other methods, in turns"),
     "simulate": ("straggle.commands.simulate", "many ranks under a deadline, without a cluster"),
-    "profile": ("straggle.commands.profile", "time of each stage of a workload's backward pass"),
     "advise": ("straggle.commands.advise", "who is slow in a recorded run, and what a deadline would be worth"),
     "report": ("straggle.commands.report", "a run as one HTML page"),
     "check": ("straggle.commands.config", "COMMAND key=value ...: whether a configuration of these is valid"),

@@ -297,7 +297,6 @@ def test_process_ids_of_workers_that_may_come_back_are_in_the_folder_of_the_run(
 def test_null_switches_one_fault_off() -> None:
     assert list(build_faults(load("train", ["faults.stall=null"]))) == ["pace", "slow"]
     assert build_faults(load("train", ["faults=none"])) == {}
-    assert build_faults(load("profile", [])) == {}
 
 
 @pytest.mark.parametrize(("words", "said"), [([], ""), (["trian"], "no command trian\n")])

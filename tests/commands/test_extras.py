@@ -31,7 +31,6 @@ COMMANDS = {
     "train": ["steps=1"],
     "compare": ["steps=1"],
     "simulate": ["steps=1"],
-    "profile": ["steps=1"],
     "check": ["train"],
     "advise": ["runs"],
     "report": ["runs"],
