@@ -1,17 +1,24 @@
-"""What the ranks of a replica ask each other after each merged step: whether they let others in after the next one.
+"""What the ranks of a replica ask each other: whether they let others in, and whether all have got their state.
 
-All of them give their shards' state, as of one step, so all of them must be ready, and mean the same newcomers.
+All of them give their shards' state, as of one step, so all of them must be ready, and mean the same newcomers. They
+ask that after each merged step, for the next one.
 """
 
 from __future__ import annotations
 
+import time
 import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from straggle.members.member import Member
 from straggle.members.membership import Membership
 from straggle.members.view import leader
+from straggle.merge.store import peek
 
 _WORDS = 2**20 - 1
+_LOOK_S = 0.01
+_ALL, _NONE = "all", "none"
 
 
 class AskReplica:
@@ -31,3 +38,19 @@ class AskReplica:
     def answered(self, *, agreed: bool) -> None:
         """Note what all ranks of the replica say."""
         self._member.answered(agreed=agreed)
+
+
+def all_have_state(store: Any, key: str, rank: int, ranks: Sequence[int], awaits: Callable[[], bool]) -> bool:
+    """Wait until all ``ranks`` of a replica have got their state, as this one has. All of them get the same answer.
+
+    ``awaits()``: whether this rank still waits for the others; otherwise they are not to go on from it either.
+    """
+    store.set(f"{key}/{rank}", "")
+    while (answer := peek(store, key)) is None:
+        if store.check([f"{key}/{each}" for each in ranks]):
+            store.compare_set(key, "", _ALL)
+        elif not awaits():
+            store.compare_set(key, "", _NONE)
+        else:
+            time.sleep(_LOOK_S)
+    return answer == _ALL

@@ -23,6 +23,7 @@ from straggle.merge.store import StoreUnreachable
 _LOOK_S = 0.3  # between two looks at signs of life and the view: several requests each, and a beat is one
 _QUICK_S = 0.5  # the silence that suffices if a connection has just broken
 _BROKEN_S = 3.0  # for how long a broken connection counts as just broken
+_LOST_S = 10.0  # the silence after which a rank whose replica is out is not waited for by the others of it
 _DEAD_S = 60.0  # silence of all members that have the job's state: longer than most cuts of a link
 
 _log = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class FailureDetector:
         self.is_out = False  # this rank is no member, or its view is not formed yet; written by the merge
         self.kept_out: Mapping[int, Leaving] = {}  # ranks that are no members until their link is back; see `keep_out`
         self.alone = False  # this rank is no member, and no member gives a sign of life
+        self.lost_of_replica = ""  # this rank is no member, and why a rank of its replica will not come back, if so
         self.num_looks = 0  # looks that the store has answered
         self.num_turns = 0  # looks that the thread has begun, answered or not
         self._chain, self._elastic, self._least = chain, elastic, least
@@ -187,7 +189,7 @@ class FailureDetector:
         watched = [self._inside.rank(member) for member in view.watched_by(self._chain.rank)]
         if self._inside.size > 1:
             watched.append(self._inside.next_rank(self._chain.rank))
-        signs = self._hear(store, view, watched)
+        signs = self._hear(store, view.members, watched)
         now = time.monotonic()
         self._silence.look(now, signs)
         broken = now - self._broken_at < _BROKEN_S
@@ -197,8 +199,8 @@ class FailureDetector:
             for rank in self._silence.longer_than(limit_s)
         }
         for rank in signs:
-            if (ended := self._ended(store, view, rank)) is not None:
-                gone[self._member(rank)] = Leaving("ended", self._said(rank, f"its process ended {ended}"))
+            if ended := self._ended(store, view.members, rank):
+                gone[self._member(rank)] = Leaving("ended", ended)
         if not (broken or self._have_state(view.without(gone), view)):
             dead = set(map(self._member, self._silence.longer_than(_DEAD_S)))
             gone = {member: why for member, why in gone.items() if why.kind != "silent" or member in dead}
@@ -216,16 +218,25 @@ class FailureDetector:
         return bool(set(left.ranks) - self.without_state - joined)
 
     def _look_from_outside(self, store: Any, view: View) -> None:
-        """Learn how far the members are before this rank comes back, and whether one could let it in."""
-        signs = self._hear(store, view, [self._inside.rank(member) for member in view.ranks])
-        self._silence.look(time.monotonic(), signs)
-        silent = set(self._silence.longer_than(_DEAD_S))
-        self.alone = bool(signs) and all(rank in silent or self._ended(store, view, rank) for rank in signs)
+        """Learn how far the members are before this rank comes back, and whether one could let it in.
 
-    def _ended(self, store: Any, view: View, rank: int) -> Exited | None:
+        Of its own replica it also learns whether all ranks are there: none of them can come back alone.
+        """
+        ranks, own = [self._inside.rank(member) for member in view.ranks], self._inside.others(self._chain.rank)
+        known = {**view.members, self._chain.rank: self._chain.incarnation}
+        self._silence.look(time.monotonic(), self._hear(store, known, [*ranks, *own]))
+        dead, lost = set(self._silence.longer_than(_DEAD_S)), self._silence.longer_than(_LOST_S)
+        self.alone = bool(ranks) and all(rank in dead or self._ended(store, known, rank) for rank in ranks)
+        silent = {rank: self._said(rank, f"no sign of life for {_LOST_S:g} s") for rank in own if rank in lost}
+        why = (self._ended(store, known, rank) or silent.get(rank, "") for rank in own)
+        self.lost_of_replica = next(filter(None, why), "")
+
+    def _ended(self, store: Any, members: Mapping[int, str], rank: int) -> str:
         """How the process of this rank of a member ended, if its agent has reported it."""
-        ended, incarnation = self._exited(store, rank), view.members[self._member(rank)]
-        return ended if ended is not None and ended.count >= int(incarnation.partition("-")[0]) else None
+        ended, incarnation = self._exited(store, rank), members[self._member(rank)]
+        if ended is None or ended.count < int(incarnation.partition("-")[0]):
+            return ""
+        return self._said(rank, f"its process ended {ended}")
 
     def _member(self, rank: int) -> int:
         return rank // self._inside.size
@@ -241,8 +252,10 @@ class FailureDetector:
             return {}
         return own if self._chain.rank == min(left.ranks, default=-1) else {}  # one proposes it for all
 
-    def _hear(self, store: Any, view: View, ranks: Sequence[int]) -> dict[int, str]:
+    def _hear(self, store: Any, members: Mapping[int, str], ranks: Sequence[int]) -> dict[int, str]:
         """Read the last signs of life of these ranks."""
-        signs = signs_of(store, view, ranks, self._inside.size)
-        self._steps = {rank: step_in(sign) for rank, sign in signs.items()}
+        signs = signs_of(store, members, ranks, self._inside.size)
+        # the others of a replica merge other shards, and may be a step further
+        others = (rank for rank in signs if self._member(rank) != self._chain.rank)
+        self._steps = {rank: step_in(signs[rank]) for rank in others}
         return signs

@@ -11,13 +11,14 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from straggle.members.ask_replica import all_have_state
 from straggle.members.elastic import ElasticChannel
 from straggle.members.member import Member
 from straggle.members.moved_round import travels
@@ -80,7 +81,7 @@ class Healing:
     def before_step(self) -> None:
         """Between two steps: give this rank's state to a newcomer, or wait for another rank's state."""
         step = self._rank.training.step
-        if self._membership.inside.size == 1:
+        if self._membership.inside.size == 1:  # the others of a replica cannot know in which pass this one raised
             self._regrouping.ask_anew()
         if self._member.gives_state:
             self._give(step)
@@ -91,9 +92,6 @@ class Healing:
             if self._member.notice.asked and self._member.is_out:  # it is not to come back
                 break
             self._member.is_back = True
-            if self._membership.inside.size > 1:  # its replica has left, or is about to, and its process ends
-                time.sleep(0.005)
-                continue
             arrival, begins = self._arrival, self._rank.merging.takes_part_from
             if step < begins and (begins < sys.maxsize or step < self._membership.detector.furthest_step):
                 break  # its peers have made this step without this rank
@@ -141,7 +139,7 @@ class Healing:
         """Wait for the state before the first step of a rank that comes to a running job, and go on from it."""
         until = time.monotonic() + self._channel.give_up_s
         self._member.awaits_state = True
-        while (arrival := self._arrival) is None or arrival.state is None or not self._takes_part_from(arrival.view):
+        while (arrival := self._arrival) is None or arrival.state is None or not self._was_reached(arrival.view):
             self._rank.check_ended()
             self._member.is_back = True  # also if it was put out because its state did not come
             if time.monotonic() > until:
@@ -154,13 +152,14 @@ class Healing:
         self._take(arrival.view, arrival.state, loaders_too=True)
         self._member.awaits_state = False
 
-    def _takes_part_from(self, view: View) -> bool:
-        """Whether the coordinator has reached this view; the state may arrive earlier."""
-        return self._rank.merging.takes_part_from == view.step
+    def _was_reached(self, view: View) -> bool:
+        """Whether the coordinator has reached this view, or is past it; the state may arrive earlier."""
+        return self._rank.merging.takes_part_from == view.step or self._channel.generation > view.generation
 
     def let_in(self, view: View) -> None:
         """This rank is a member again from ``view.step`` on; called by the thread of `Regrouping`."""
-        self._arrival = _Arrival(self._channel, view)
+        self._arrival = arrival = _Arrival(self._channel, view)
+        self._membership.spawn(arrival.receive, lambda: self._arrival is arrival and self._membership.is_member)
 
     def leave_if_lost(self) -> None:
         """Leave if the state that this rank waits for will not come, or if it has fallen behind too far.
@@ -269,7 +268,8 @@ class Healing:
             if value is not None and (loaders_too or not hasattr(value, "__iter__")):
                 value.load_state_dict(own)
         self._member.healed(view.step, History.from_tensors(state["history"]), state["deadline_s"])
-        _log.warning("rank %d takes part again from step %d on", self._channel.name, view.step)
+        if not self._member.is_out:
+            _log.warning("rank %d takes part again from step %d on", self._channel.name, view.step)
 
 
 class _Room:
@@ -293,7 +293,7 @@ class _Room:
 
 
 class _Arrival:
-    """A state on its way to this rank, on a thread of its own."""
+    """A state on its way to this rank, on a thread of its own. In a replica it is there when all ranks have theirs."""
 
     def __init__(self, channel: ElasticChannel, view: View) -> None:
         self.view = view
@@ -301,17 +301,27 @@ class _Arrival:
         self.state: dict[str, Any] | None = None
         self.error: Exception | None = None
         self._channel = channel
-        channel.membership.spawn(self._receive)
 
-    def _receive(self) -> None:
+    def receive(self, awaits: Callable[[], bool]) -> None:
+        """Receive it; ``awaits()``: whether this rank still waits for it."""
         try:
             pair = _pair(self._channel, self.view, self._channel.rank, place=1)
             state = receive(pair, 0, max_bytes=_MAX_BYTES)
             if not isinstance(state, dict):
                 raise ValueError("what came is no state")
+            self._check_replica(awaits)
             self.state = state
         except Exception as error:  # any error, such as too little memory: otherwise this rank would wait for ever
             self.error = error
+
+    def _check_replica(self, awaits: Callable[[], bool]) -> None:
+        """Wait until the other ranks of the replica have theirs, too."""
+        membership = self._channel.membership
+        if (inside := membership.inside).size > 1:
+            own, ranks = inside.rank(member := membership.rank), inside.ranks(member)
+            with membership.connections.lent() as store:
+                if not all_have_state(store, f"have/{self.view.generation}/{member}", own, ranks, awaits):
+                    raise RuntimeError("another rank of its replica has not got its own")
 
 
 def _pair(channel: ElasticChannel, view: View, rank: int, *, place: int) -> Any:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from straggle.members.view import View
 from straggle.merge.store import peek
 
 BEAT_S = 0.1
@@ -79,9 +78,9 @@ class Heartbeat:
                 self._stopping.wait(1.0)
 
 
-def signs_of(store: Any, view: View, ranks: Sequence[int], size: int = 1) -> dict[int, str]:
-    """Read the last signs of life of these ranks of a view's members, which are ``size`` ranks each."""
-    return {rank: peek(store, _key(rank, view.members[rank // size])) or _NO_SIGN for rank in ranks}
+def signs_of(store: Any, members: Mapping[int, str], ranks: Sequence[int], size: int = 1) -> dict[int, str]:
+    """Read the last signs of life of these ranks; ``members``: their incarnations, of which each is ``size`` ranks."""
+    return {rank: peek(store, _key(rank, members[rank // size])) or _NO_SIGN for rank in ranks}
 
 
 def step_in(sign: str) -> int:

@@ -25,6 +25,10 @@ class InReplica:
         """All ranks of a member."""
         return range(member * self.size, (member + 1) * self.size)
 
+    def others(self, member: int) -> list[int]:
+        """The ranks of this one's own member beside it."""
+        return [rank for rank in self.ranks(member) if rank != self.rank(member)]
+
     def next_rank(self, member: int) -> int:
         """The rank that follows this one inside of its own member."""
         return member * self.size + (self.shard + 1) % self.size

@@ -33,6 +33,10 @@ class JoinRequests:
         store.set(key, self._seal.seal(key, json.dumps([self._incarnation, self.description])))
         store.add("joins", 1)
 
+    def answered(self, store: Any) -> None:
+        """This rank is let in: one that asked again meanwhile would be let in later, when it knows nothing of it."""
+        store.delete_key(f"join/{self._inside.rank(self._rank)}")
+
     def check_refused(self, store: Any) -> None:
         """Raise `Refused` if the members do not let this rank in."""
         key = f"refused/{self._rank}/{self._incarnation}"

@@ -201,6 +201,8 @@ class Member:
         )
         with self._lock:
             training.restore(step)
+            if self.is_out:  # it was put out meanwhile, and walks on
+                return
             # it takes no part in a step that the stand-in has submitted meanwhile either: its work there is not merged
             training.stop_only_up_to(max(step - 1, merging.step if merging.submitted else merging.step - 1))
             for number in [number for number in ring if number < step]:
@@ -222,7 +224,8 @@ class Member:
         """``wanted``, if this rank could let others in after the step that it is about to enter, and else 0."""
         with self._lock:
             merging = self._rank.merging
-            up_to_date = merging.step == self._rank.training.step and not merging.submitted
+            is_whole = merging.takes_part_from <= self._rank.training.step and self._catch_up is None
+            up_to_date = is_whole and merging.step == self._rank.training.step and not merging.submitted
             return wanted if up_to_date and not self.owes_state and self._could_admit() else 0
 
     def answered(self, *, agreed: bool) -> None:

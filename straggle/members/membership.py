@@ -117,6 +117,20 @@ class Membership:
         """Whether this incarnation is a member in the last view that was seen."""
         return self.chain.is_member
 
+    @property
+    def lost(self) -> str:
+        """Why this process cannot be let in again: its replica is no longer whole. Empty if it may be.
+
+        What the ranks of a replica have in common, such as FSDP's own groups, is made when all of them are started.
+        """
+        chain, change = self.chain, self.chain.changes.get((self.rank, False))
+        if self.inside.size == 1 or self.is_member:
+            return ""
+        ended = change is not None and change.kind in ("ended", "raised")
+        if chain.was_member and (ended or self.left_for_good or self.rank in self.view.members):
+            return change.reason if change is not None else "it was started again"
+        return self.detector.lost_of_replica
+
     def check_done(self) -> None:
         """Raise `JobDone` if all others have ended their loops and this rank has not.
 
@@ -263,7 +277,7 @@ class Membership:
                 is_last = store.add(f"ended/{self.incarnation}", 1) >= self.inside.size
                 while self.is_member and time.monotonic() < until:
                     own = [self.inside.rank(member) for member in self.view.ranks]
-                    signs = signs_of(store, self.view, own, self.inside.size)
+                    signs = signs_of(store, self.view.members, own, self.inside.size)
                     if is_last and min(map(step_in, signs.values())) >= self.step:
                         break
                     time.sleep(0.02)

@@ -112,6 +112,7 @@ class Regrouping:
         elif time.monotonic() - self._newer_at > _RETURN_S:
             self._check_number(self._membership.view, with_returning=False)
         if not self._membership.is_member:
+            self._check_replica()
             self._ask_if_ready()
 
     def _check_store(self) -> None:
@@ -153,7 +154,6 @@ class Regrouping:
             self._channel.leave_groups()
             self._say_why(view)
             self._channel.generation = view.generation
-            self._end_with_replica(view)
             return
         if self._asked_at is not None and not self._member.is_out:
             self._member.put_out()  # the view that put this rank out was skipped: this newer one was there first
@@ -169,26 +169,26 @@ class Regrouping:
                 return
             if joins and self.on_joined is not None:
                 self._asked_at = None
+                membership.joins.answered(membership.connections.own())
                 self.on_joined(view)
             self._regroup(view, progress)
         except GroupsChanged:
             return
         self._report(view, time.monotonic() - began_at)
 
-    def _end_with_replica(self, view: View) -> None:
-        """Raise `PeerFailed` if this rank's replica was a member: without one of its ranks no other can go on.
+    def _check_replica(self) -> None:
+        """Raise `PeerFailed` if this rank's replica is no longer whole."""
+        if why := self._membership.lost:
+            raise PeerFailed(self.of_lost_replica(why))
 
-        What it had in common with them, such as FSDP's own groups, is made only when all of them are started.
-        """
+    def of_lost_replica(self, why: str) -> str:
+        """What to do if no rank of this one's replica can go on."""
         membership = self._membership
-        if membership.inside.size > 1 and membership.chain.was_member:
-            change = membership.chain.changes.get((membership.rank, False))
-            raise PeerFailed(
-                f"rank {self._channel.name}, step {membership.step}: its replica, ranks "
-                f"{list(membership.inside.ranks(membership.rank))}, has left in generation {view.generation}"
-                f"{f' ({change.reason})' if change else ''}: start all ranks of the replica again, together (straggle "
-                f"launch --replica-size {membership.inside.size})"
-            )
+        return (
+            f"rank {self._channel.name}, step {membership.step}: its replica, ranks "
+            f"{list(membership.inside.ranks(membership.rank))}, is no member, and cannot come back as it is ({why}): "
+            f"start all ranks of the replica again, together (straggle launch --replica-size {membership.inside.size})"
+        )
 
     def _say_why(self, view: View) -> None:
         """Log why this rank is no longer a member, if others have put it out."""

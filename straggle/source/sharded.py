@@ -113,6 +113,7 @@ class ShardedSource(ReplicatedSource):
         """The same shards, as this rank's."""
         from straggle.source.given_state import taken
 
+        reshard(self._units)  # a pass that was left may have kept whole parameters
         return taken(state, [*self._module.parameters()])
 
     def of_parameters(self, gradients: Mapping[int, Tensor]) -> Sequence[tuple[nn.Parameter, Tensor]]:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ def _train(
 ) -> dict[str, object]:
     """Train until the test ends it; what there is of the parameters, and what was reported."""
     net = _sharded()
+    net.blocks[1].register_forward_pre_hook(lambda *_: _held_up(rank, board))  # type: ignore[union-attr,operator]
     model = straggle.StagedDataParallel(
         net,
         deadline=deadline,
@@ -63,6 +65,16 @@ def _train(
         content.update((value.to_local() if hasattr(value, "to_local") else value).detach().numpy().tobytes())
     model.close()
     return {"first": first, "hash": content.hexdigest(), "different": different, "changes": changes, "step": step}
+
+
+def _held_up(rank: int, board: Board) -> None:
+    """In the middle of the forward pass: hold this rank up for as long as the test wants that."""
+    while _hold(board, rank).exists():
+        time.sleep(0.02)
+
+
+def _hold(board: Board, rank: int) -> Path:
+    return board.folder / f"hold{rank}"
 
 
 def _start_again(job: Job, *replicas: int) -> None:
@@ -101,7 +113,7 @@ def test_replica_of_a_killed_rank_leaves_and_comes_back_with_the_others_state(
         raised = job.result(2)
         assert isinstance(raised, Raised)
         assert raised.kind == "PeerFailed"
-        assert "its replica, ranks [2, 3], has left" in raised.message
+        assert "its replica, ranks [2, 3], is no member" in raised.message
         assert "rank 3 of it: no sign of life" in raised.message
         _start_again(job, 1)
         job.walk(20)
@@ -181,6 +193,85 @@ def test_job_ends_with_fewer_replicas_than_it_may_have() -> None:
             assert isinstance(raised, Raised)
             assert raised.kind == "TooFewRanks"
             assert "1 of 2 replicas are left (replica 1 left: rank 3 of it: no sign of life" in raised.message
+
+
+def _hold_up(job: Job, rank: int) -> None:
+    """Hold this rank up until its replica has left; then let it go on."""
+    words = "replica 1 left: it fell behind"
+    num_before = job.log().count(words)
+    _hold(job.board, rank).touch()
+    job.wait(lambda: job.log().count(words) > num_before, "the replica leaves")
+    job.walk(10, _ranks(0, 2))
+    _hold(job.board, rank).unlink()
+
+
+def _processes(job: Job) -> list[int]:
+    return [job.process(rank).pid for rank in range(job.world_size)]
+
+
+_DEADLINE = straggle.QuantileDeadline(0.9, slack=1.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [2, 3])
+def test_replica_that_fell_behind_comes_back_in_the_same_processes(rank: int) -> None:
+    with run_job(6, _train, _DEADLINE, served=True, replica_size=SHARDS) as job:
+        job.walk(10)
+        before = _processes(job)
+        for _ in range(2):
+            _hold_up(job, rank)
+            job.walk(20)
+        results = _end(job)
+        assert _processes(job) == before
+    assert [own["first"] for own in results] == [0] * 6
+    assert [(list(own.left), list(own.joined)) for own in results[0]["changes"]] == [([1], []), ([], [1])] * 2
+
+
+@pytest.mark.slow
+def test_replica_that_is_held_up_in_its_first_step_comes_back_in_the_same_processes() -> None:
+    """As one does that compiles."""
+    with run_job(6, _train, _DEADLINE, served=True, replica_size=SHARDS) as job:
+        job.walk(10)
+        job.kill(3)
+        job.walk(10, _ranks(0, 2))
+        _hold(job.board, 2).touch()
+        _start_again(job, 1)
+        _hold_up(job, 2)
+        before = _processes(job)
+        job.walk(20)
+        results = _end(job)
+        assert _processes(job) == before
+    assert results[2]["first"] == results[3]["first"] > 10
+
+
+@pytest.mark.slow
+def test_replica_of_a_rank_that_is_stopped_for_a_while_comes_back_in_the_same_processes() -> None:
+    with run_job(6, _train, served=True, replica_size=SHARDS) as job:
+        job.walk(10)
+        before = _processes(job)
+        job.stop(3)
+        job.wait(lambda: "replica 1 left: rank 3 of it: no sign of life" in job.log(), "the replica leaves")
+        job.walk(10, _ranks(0, 2))
+        job.resume(3)
+        job.walk(20)
+        _end(job)
+        assert _processes(job) == before
+
+
+@pytest.mark.slow
+def test_rank_that_is_killed_while_its_replica_is_healed_in_place_takes_it_out_again() -> None:
+    with run_job(6, _train, _DEADLINE, served=True, replica_size=SHARDS) as job:
+        job.walk(10)
+        _hold_up(job, 2)
+        job.wait(lambda: "replica 1 joined" in job.log(), "the replica is let in")
+        job.kill(3)
+        job.walk(10, _ranks(0, 2))
+        raised = job.result(2)
+        assert isinstance(raised, Raised)
+        assert "its replica, ranks [2, 3], is no member, and cannot come back as it is (rank 3 of it" in raised.message
+        _start_again(job, 1)
+        job.walk(20)
+        assert [own["first"] > 10 for own in _end(job)] == [False, False, True, True, False, False]
 
 
 def _train_or_raise(rank: int, board: Board) -> dict[str, object]:
