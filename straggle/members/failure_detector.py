@@ -175,14 +175,12 @@ class FailureDetector:
         return None
 
     def _note_lost(self, problem: str | None) -> None:
-        lost = problem is not None
+        lost, own = problem is not None, self._inside.rank(self._chain.rank)
         if lost != self._lost and not self._stopping.is_set():
             if lost:
-                _log.warning(
-                    "rank %d: the job's store does not answer (%s): members cannot change", self._chain.rank, problem
-                )
+                _log.warning("rank %d: the job's store does not answer (%s): members cannot change", own, problem)
             else:
-                _log.warning("rank %d: the job's store answers again", self._chain.rank)
+                _log.warning("rank %d: the job's store answers again", own)
         self._lost = lost
 
     def _watch(self, store: Any, view: View) -> None:

@@ -57,7 +57,8 @@ class Refill:
         """Write what this rank knows; ``view`` is the newest that it has seen. Call it until the store has a view."""
         if self._began_at is None:
             self._began_at = time.monotonic()
-            _log.warning("rank %d: the job's store was restarted; its members write again what it had", self._rank)
+            own = self._inside.rank(self._rank)
+            _log.warning("rank %d: the job's store was restarted; its members write again what it had", own)
         for key, word in list(self._words.items()):
             store.compare_set(key, "", word)
         key = f"known/{self._inside.rank(self._rank)}"
@@ -68,9 +69,9 @@ class Refill:
             sealed = self._seal.seal("view", again.encode())
             if store.compare_set("view", "", sealed).decode() == sealed:
                 _log.warning(
-                    "generation %d, ranks %s: the members, which the job's store has again",
+                    "generation %d, %s: the members, which the job's store has again",
                     again.generation,
-                    list(again.ranks),
+                    self._inside.named(again.ranks),
                 )
 
     def filled(self) -> None:

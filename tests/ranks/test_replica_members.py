@@ -175,7 +175,12 @@ def test_replica_comes_back_to_a_store_that_was_started_again() -> None:
         job.kill_store()
         job.walk(10)
         job.start_store()
-        job.wait(lambda: "which the job's store has again" in job.log(), "the members fill it")
+        words = "replicas [0, 1, 2]: the members, which the job's store has again"
+        job.wait(lambda: words in job.log(), "the members fill it")
+        log = (job.folder / "log5.0").read_text()
+        assert "rank 5: the job's store does not answer" in log
+        assert "rank 5: the job's store was restarted" in log
+        assert "rank 2:" not in log  # its replica's number
         job.kill(3)
         job.walk(10, _ranks(0, 2))
         _start_again(job, 1)
