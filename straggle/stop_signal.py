@@ -97,7 +97,7 @@ class StopSignal:
     @property
     def requested(self) -> bool:
         """Whether this process was told to end, or a peer without which it cannot go on."""
-        return self._requested
+        return self._requested or self.peers_go_on
 
     @property
     def peers_go_on(self) -> bool:

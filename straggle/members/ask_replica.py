@@ -1,7 +1,7 @@
 """What the ranks of a replica ask each other: whether they let others in, and whether all have got their state.
 
 All of them give their shards' state, as of one step, so all of them must be ready, and mean the same newcomers. They
-ask that after each merged step, for the next one.
+ask that after each merged step, for the next one. If one of them was told to end, they agree on their last step so.
 """
 
 from __future__ import annotations
@@ -27,17 +27,25 @@ class AskReplica:
     def __init__(self, member: Member, membership: Membership) -> None:
         self._member, self._membership = member, membership
 
-    def __call__(self) -> int:
-        """A number for the members that this rank would let in; 0 if there are none, or if it could not do so now."""
+    def __call__(self) -> tuple[int, bool]:
+        """A number for the members that this rank would let in; 0 if there are none, or if it could not do so now.
+
+        And whether it is ready to leave after the next step, because it was told to end.
+        """
+        return self._wanted(), self._member.is_to_leave()
+
+    def _wanted(self) -> int:
         view, wanted = self._membership.view, self._membership.joins.wanted
         new = sorted(own for member, own in wanted.items() if view.members.get(member) != own)
         if not new or leader(view, self._membership.detector.healing) != self._membership.rank:
             return 0
         return self._member.asks(1 + zlib.crc32(" ".join(new).encode()) % _WORDS)
 
-    def answered(self, *, agreed: bool) -> None:
+    def answered(self, *, agreed: bool, num_yes: int) -> None:
         """Note what all ranks of the replica say."""
-        self._member.answered(agreed=agreed)
+        self._member.answered(agreed=agreed, leaves=num_yes == self._membership.inside.size)
+        if num_yes:  # without the rank that was told, the others cannot go on
+            self._member.notice.ask()
 
 
 def all_have_state(store: Any, key: str, rank: int, ranks: Sequence[int], awaits: Callable[[], bool]) -> bool:

@@ -223,20 +223,30 @@ class Member:
     def asks(self, wanted: int) -> int:
         """``wanted``, if this rank could let others in after the step that it is about to enter, and else 0."""
         with self._lock:
-            merging = self._rank.merging
-            is_whole = merging.takes_part_from <= self._rank.training.step and self._catch_up is None
-            up_to_date = is_whole and merging.step == self._rank.training.step and not merging.submitted
-            return wanted if up_to_date and not self.owes_state and self._could_admit() else 0
+            return wanted if self._is_up_to_date and not self.owes_state and self._could_admit() else 0
 
-    def answered(self, *, agreed: bool) -> None:
+    def is_to_leave(self) -> bool:
+        """Whether this rank could leave after the step that it is about to enter, because it was told to end."""
+        with self._lock:
+            return self.notice.needs > 0 and self._rank.stand_in.started and (self.is_out or self._is_up_to_date)
+
+    @property
+    def _is_up_to_date(self) -> bool:
+        """Whether the training thread is about to enter the step that is merged next, with the state for it."""
+        merging, step = self._rank.merging, self._rank.training.step
+        return merging.takes_part_from <= step == merging.step and not merging.submitted and self._catch_up is None
+
+    def answered(self, *, agreed: bool, leaves: bool) -> None:
         """All ranks of the replica have merged the step; ``agreed``: they let others in after the next one.
 
         The states that they give are of one step. If another thread has merged the next step here meanwhile, members
-        are held all the same, or those of other shards would wait for the new view for ever.
+        are held all the same, or those of other shards would wait for the new view for ever. ``leaves``: they leave.
         """
         with self._lock:
             step = self._rank.training.step
             self.agreed_in = step - 1
+            if leaves:
+                self.notice.leave_after(step)
             if agreed:
                 self._admits_after, self._gives_at = step, step + 1
                 if self._rank.merging.step > step:
@@ -262,9 +272,9 @@ class Member:
             and self._rank.stand_in.started
         )
 
-    def leaves(self) -> int:
+    def leaves(self, current: Round) -> int:
         """As this rank's row has it, for a step that it submits; before the stages are planned no rank leaves."""
-        return self.notice.needs if self._rank.stand_in.started else 0
+        return self.notice.needs if self._rank.stand_in.started and self.notice.may_leave_after(current.step) else 0
 
     def rows_merged(self, current: Round) -> None:
         """Clear the rows of ranks that were no members when rows were merged; the members may have changed since."""

@@ -2,6 +2,7 @@
 
 Its row announces it with the number of others that the job needs (`Row.leaves`), so all members know after the same
 step who leaves, and whether the others may go on. If they may not, that step is the last one of all.
+The ranks of a replica agree on that step before: all of them announce it, and end after it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Notice(Departure):
         self._membership, self._is_out = membership, is_out
         self._looked = self._all_told = False
         self._left_after: int | None = None
-        self._ends_after: int | None = None
+        self._ends_after: int | None = None  # all ranks
+        self._agreed_after: int | None = None  # this rank's replica
 
     def ask(self) -> None:
         """Note that this rank is to end soon."""
@@ -40,15 +42,29 @@ class Notice(Departure):
 
     @property
     def peers_go_on(self) -> bool:
-        """Whether this rank has left, or was out when it was told to end."""
-        return self.has_left or (self.asked and self._is_out())
+        """Whether this rank has left, or was out when it was told to end.
+
+        If a rank of a replica was stood in for in the step that they had agreed on, it has not announced it.
+        """
+        of_replica = self._agreed_after is not None and self._ends_after is None
+        return self.has_left or of_replica or (self.asked and self._is_out())
 
     def ends_after(self, step: int) -> bool:
         """Whether this rank's loop ends after this step."""
-        if not self.has_left and self.peers_go_on:
+        if self._membership.inside.size == 1 and not self.has_left and self.peers_go_on:
             return True
         last = self._ends_after if self._left_after is None else self._left_after
+        last = self._agreed_after if last is None else last
         return last is not None and step >= last
+
+    def leave_after(self, step: int) -> None:
+        """All ranks of this one's replica leave after this step."""
+        if self._agreed_after is None:
+            self._agreed_after = step
+
+    def may_leave_after(self, step: int) -> bool:
+        """Whether this rank may announce that it leaves after this step."""
+        return self._membership.inside.size == 1 or step == self._agreed_after
 
     @property
     def needs(self) -> int:

@@ -57,8 +57,8 @@ class Refill:
         """Write what this rank knows; ``view`` is the newest that it has seen. Call it until the store has a view."""
         if self._began_at is None:
             self._began_at = time.monotonic()
-            own = self._inside.rank(self._rank)
-            _log.warning("rank %d: the job's store was restarted; its members write again what it had", own)
+            name = self._inside.rank(self._rank)
+            _log.warning("rank %d: the job's store was restarted; its members write again what it had", name)
         for key, word in list(self._words.items()):
             store.compare_set(key, "", word)
         key = f"known/{self._inside.rank(self._rank)}"

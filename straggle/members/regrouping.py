@@ -177,8 +177,8 @@ class Regrouping:
         self._report(view, time.monotonic() - began_at)
 
     def _check_replica(self) -> None:
-        """Raise `PeerFailed` if this rank's replica is no longer whole."""
-        if why := self._membership.lost:
+        """Raise `PeerFailed` if this rank's replica is no longer whole, and is not to end."""
+        if not self._member.notice.asked and (why := self._membership.lost):
             raise PeerFailed(self.of_lost_replica(why))
 
     def of_lost_replica(self, why: str) -> str:

@@ -129,7 +129,7 @@ class Members(Wing):
 
     def submit(self, current: Round, row: Row) -> Row:
         """Add to the row whether newcomers may come in after this step, and whether this rank is to leave."""
-        if leaves := self.member.leaves():
+        if leaves := self.member.leaves(current):
             return row._replace(leaves=leaves)
         return row._replace(admits=True) if self.member.admits(current) else row
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 import straggle
 from straggle.source.given_state import given, taken
+from straggle.stop_signal import StopSignal
 
 SHARDS = 2
 
@@ -48,23 +50,29 @@ def _train(
     changes: list[straggle.MembersReport] = []
     model.register_members_hook(changes.append)
     different = []
-    while step < board.end:
-        with model.step():
-            time.sleep(0.01)
-            model(batch(step, rank)).square().mean().backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        report = model.last_report
-        assert report is not None
-        different += [step] if report.different_ranks else []
-        step = report.step + 1
-        board.note(rank, step)
+    with StopSignal() as stop:
+        while step < board.end:
+            with model.step() as open_step:
+                stop.tell(open_step)
+                time.sleep(0.01)
+                model(batch(step, rank)).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            report = model.last_report
+            assert report is not None
+            different += [step] if report.different_ranks else []
+            step = report.step + 1
+            board.note(rank, step)
+            if stop.agreed(report):
+                break
     content = hashlib.sha256()
     for value in (*net.parameters(), *(own for state in optimizer.state.values() for own in state.values())):
         content.update((value.to_local() if hasattr(value, "to_local") else value).detach().numpy().tobytes())
     model.close()
-    return {"first": first, "hash": content.hexdigest(), "different": different, "changes": changes, "step": step}
+    told = {"requested": stop.requested, "peers_go_on": stop.peers_go_on}
+    own = {"first": first, "hash": content.hexdigest(), "different": different, "changes": changes, "step": step}
+    return {**own, **told}
 
 
 def _held_up(rank: int, board: Board) -> None:
@@ -277,6 +285,33 @@ def test_rank_that_is_killed_while_its_replica_is_healed_in_place_takes_it_out_a
         _start_again(job, 1)
         job.walk(20)
         assert [own["first"] > 10 for own in _end(job)] == [False, False, True, True, False, False]
+
+
+@pytest.mark.slow
+def test_replica_leaves_after_a_step_if_one_of_its_ranks_is_told_to_end() -> None:
+    with run_job(6, _train, served=True, replica_size=SHARDS) as job:
+        job.walk(10)
+        os.kill(job.process(3).pid, signal.SIGTERM)
+        left = [job.result(rank) for rank in _ranks(1)]
+        job.walk(10, _ranks(0, 2))
+        stayed = job.finish(_ranks(0, 2))
+    assert not any(isinstance(own, Raised) for own in left), left
+    assert left[0]["step"] == left[1]["step"]
+    assert all(own["requested"] and own["peers_go_on"] for own in left)
+    assert stayed[0]["changes"][0].left_kinds == {1: "notice"}
+    assert [own["hash"] for own in stayed[:2]] == [own["hash"] for own in stayed[2:]]
+
+
+@pytest.mark.slow
+def test_all_end_after_the_same_step_if_a_rank_is_told_whose_replica_cannot_be_spared() -> None:
+    with run_job(4, _train, None, None, served=True, replica_size=SHARDS) as job:
+        job.walk(10)
+        os.kill(job.process(3).pid, signal.SIGTERM)
+        results = [job.result(rank) for rank in range(4)]
+    assert not any(isinstance(own, Raised) for own in results), results
+    assert len({own["step"] for own in results}) == 1
+    assert not any(own["peers_go_on"] for own in results)
+    assert [own["hash"] for own in results[:2]] == [own["hash"] for own in results[2:]]
 
 
 def _train_or_raise(rank: int, board: Board) -> dict[str, object]:
