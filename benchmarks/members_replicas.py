@@ -62,7 +62,7 @@ def rank_main(folder, sleep_s):
         silent = [own.rank for own in report.ranks if own.absent or own.reach == 0]
         lines.write("step", report.step, silent, list(report.different_ranks or ()))
         step = report.step + 1
-        if step % CHECK_EVERY == 0:
+        if step % CHECK_EVERY == 0 and not report.ranks[model.rank].absent:  # otherwise it has an older state
             lines.write("hash", step, state_digest(net, optimizer))
     (folder / f"hash.{rank}").write_text(state_digest(net, optimizer))
     model.close()

@@ -24,6 +24,7 @@ from straggle.backward.step_in_parts import StepInParts
 from straggle.loop.by_hand import ByHand, check_dense
 from straggle.loop.stop_rules import ByClock, NoData
 from straggle.merge.buffers import Share
+from straggle.merge.channel import PeerFailed
 from straggle.merge.checks import check_passes_to_come
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.rank_parts import RankParts
@@ -217,7 +218,11 @@ class OpenStep(PassWatcher):
         if self._vote is not None and not merged.stood_in:
             self._vote.forget_waits()
         self._keep_as_peers_did(merged)
-        self._put_in_place(merged)
+        try:
+            self._put_in_place(merged)
+        except PeerFailed as error:  # a rank of its replica is gone
+            self._coordinator.lost_peer(error)
+            raise
         self.usable = None
         if merged.buffers.is_queued:
             self._note_device_numbers(merged, step.on_device)

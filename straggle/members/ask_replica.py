@@ -27,12 +27,12 @@ class AskReplica:
     def __init__(self, member: Member, membership: Membership) -> None:
         self._member, self._membership = member, membership
 
-    def __call__(self) -> tuple[int, bool]:
+    def __call__(self) -> tuple[int, bool, bool]:
         """A number for the members that this rank would let in; 0 if there are none, or if it could not do so now.
 
-        And whether it is ready to leave after the next step, because it was told to end.
+        And whether it is ready to leave after the next step, as it was told to end; and whether it lacks this step.
         """
-        return self._wanted(), self._member.is_to_leave()
+        return self._wanted(), self._member.is_to_leave(), self._member.lacks_step
 
     def _wanted(self) -> int:
         view, wanted = self._membership.view, self._membership.joins.wanted
@@ -41,11 +41,14 @@ class AskReplica:
             return 0
         return self._member.asks(1 + zlib.crc32(" ".join(new).encode()) % _WORDS)
 
-    def answered(self, *, agreed: bool, num_yes: int) -> None:
+    def answered(self, *, agreed: bool, num_yes: tuple[int, int]) -> None:
         """Note what all ranks of the replica say."""
-        self._member.answered(agreed=agreed, leaves=num_yes == self._membership.inside.size)
-        if num_yes:  # without the rank that was told, the others cannot go on
+        num_leave, num_lack = num_yes
+        self._member.answered(agreed=agreed, leaves=num_leave == self._membership.inside.size)
+        if num_leave:  # without the rank that was told, the others cannot go on
             self._member.notice.ask()
+        if num_lack:  # what it computes with the others is of no state
+            self._member.lose_state()
 
 
 def all_have_state(store: Any, key: str, rank: int, ranks: Sequence[int], awaits: Callable[[], bool]) -> bool:

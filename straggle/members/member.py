@@ -231,6 +231,17 @@ class Member:
             return self.notice.needs > 0 and self._rank.stand_in.started and (self.is_out or self._is_up_to_date)
 
     @property
+    def lacks_step(self) -> bool:
+        """Whether the training thread went through its last step without taking part in it."""
+        return self._rank.training.step <= self._rank.merging.takes_part_from
+
+    def lose_state(self) -> None:
+        """Another rank of the replica lacks the step: what this one has, it has alone, and it takes a state as well."""
+        with self._lock:
+            if not self.lacks_step:
+                self._need_state()
+
+    @property
     def _is_up_to_date(self) -> bool:
         """Whether the training thread is about to enter the step that is merged next, with the state for it."""
         merging, step = self._rank.merging, self._rank.training.step
@@ -355,22 +366,24 @@ class Member:
         """
         if not self._ring_is_full():
             return
-        training, stand_in = self._rank.training, self._rank.stand_in
         _log.warning(
             "rank %d has been in %s of step %d while %d steps were merged (max_lag=%d): it takes the state of a peer "
             "when it is back",
             self._rank.channel.name,
             self._rank.stopwatch.phase,
-            training.step,
+            self._rank.training.step,
             self._rank.lag,
             self._rank.deadline.late_handling.max_lag,
         )
+        self._need_state()
+
+    def _need_state(self) -> None:
         self.fell_behind, self.is_back = True, False
         self._rank.merging.takes_part_from = sys.maxsize
         self._rank.ring.clear()
         self._tables, self._catch_up = [], None
-        training.stop_up_to(sys.maxsize)
-        stand_in.give_nothing(True)
+        self._rank.training.stop_up_to(sys.maxsize)
+        self._rank.stand_in.give_nothing(True)
 
     def _ring_is_full(self) -> bool:
         """Whether no more merged steps may wait for the training thread.

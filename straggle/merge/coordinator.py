@@ -385,6 +385,11 @@ class Coordinator:
         except RuntimeError as problem:  # a peer is gone too, but the user's own error matters more
             _log.warning("could not report this failure to the peers: %s", problem)
 
+    def lost_peer(self, error: PeerFailed) -> None:
+        """This rank's replica cannot go on after a merged step."""
+        for phase in self._wings.failed:
+            phase(f"{self._rank.where(self.training.step - 1)}: {error!r}")
+
     def _take(self) -> Round:
         """Take the merged step, or raise what it says of a rank that failed."""
         merged = self._merged_steps.take()

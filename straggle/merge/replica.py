@@ -53,10 +53,10 @@ class Inside(Protocol):
 class Question(Protocol):
     """What an optional part asks the ranks of its replica after each merged step; on the training thread."""
 
-    def __call__(self) -> tuple[int, bool]:
-        """This rank's word, from 0 to 2**20, of which 0 is no; and whether it says yes to another question."""
+    def __call__(self) -> tuple[int, bool, bool]:
+        """This rank's word, from 0 to 2**20, of which 0 is no; and whether it says yes to two more questions."""
 
-    def answered(self, *, agreed: bool, num_yes: int) -> None:
+    def answered(self, *, agreed: bool, num_yes: tuple[int, int]) -> None:
         """All ranks of the replica have this step merged; ``agreed``: they have said the same word, and not no."""
 
 
@@ -226,12 +226,12 @@ class UnitVote:
         numbers = [*waited_s, *pairs, *[0.0] * (2 * MAX_SCALARS - len(pairs))]
         own = torch.zeros(self._channel.world_size, len(numbers), dtype=torch.float64)
         own[self._channel.rank] = torch.tensor(numbers, dtype=torch.float64)
-        word, yes = (0, False) if self.question is None else self.question()
-        said = torch.tensor([mark, mark * mark, word, word * word, int(yes)])
-        marks, squares, words, of_words, num_yes, *rest = self._sum(torch.cat([said, own.flatten()]), _MERGED)
+        word, *yes = (0, False, False) if self.question is None else self.question()
+        said = torch.tensor([mark, mark * mark, word, word * word, *map(int, yes)])
+        marks, squares, words, of_words, first, second, *rest = self._sum(torch.cat([said, own.flatten()]), _MERGED)
         if self.question is not None:
             agreed = words > 0 and self._channel.world_size * of_words == words * words
-            self.question.answered(agreed=agreed, num_yes=round(num_yes))
+            self.question.answered(agreed=agreed, num_yes=(round(first), round(second)))
         by_rank = [rest[first : first + len(numbers)] for first in range(0, len(rest), len(numbers))]
         waits, means = [row[: len(waited_s)] for row in by_rank], means_of(row[len(waited_s) :] for row in by_rank)
         if not (alike := self._channel.world_size * squares == marks * marks):

@@ -145,10 +145,10 @@ def questions_of_two(rank):
 
     class Question:
         def __call__(self):
-            return WORDS[len(heard)][rank], len(heard) > rank
+            return WORDS[len(heard)][rank], len(heard) > rank, rank == 0
 
         def answered(self, *, agreed, num_yes):
-            heard.append((agreed, num_yes))
+            heard.append((agreed, *num_yes))
 
     vote.question = Question()
     for _ in WORDS:
@@ -158,7 +158,10 @@ def questions_of_two(rank):
 
 
 def test_ranks_of_a_replica_agree_if_all_say_the_same_and_none_says_no():
-    assert run_ranks(questions_of_two, 2) == [[(True, 0), (False, 1), (False, 2), (False, 2), (True, 2)]] * 2
+    assert (
+        run_ranks(questions_of_two, 2)
+        == [[(True, 0, 1), (False, 1, 1), (False, 2, 1), (False, 2, 1), (True, 2, 1)]] * 2
+    )
 
 
 def threads_of_votes(_rank):

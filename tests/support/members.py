@@ -231,7 +231,7 @@ class Job:
     def _stacks(self) -> str:
         for process in self._processes.values():
             if process.is_alive():
-                os.kill(process.pid, signal.SIGUSR1)
+                os.kill(process.pid, signal.SIGUSR2)
         time.sleep(0.5)
         stacks = [f"\n{path.name}:\n{path.read_text()}" for path in sorted(self.folder.glob("stacks*"))]
         return "".join(stacks) + self.log()
@@ -280,7 +280,7 @@ def _member_main(
     form = "%(asctime)s.%(msecs)03d %(message)s"
     logging.basicConfig(filename=f"{folder}/log{rank}.{start}", level=logging.INFO, format=form, datefmt="%M:%S")
     with open(f"{folder}/stacks{rank}.{start}", "w") as stacks:
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
         store: Any = None
         if place is None:
             store = dist.FileStore(f"{folder}/store")

@@ -1,0 +1,104 @@
+"""A replica of which no rank died comes back in the same processes, and one that is told to end leaves as a whole."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from members import run_job
+from ranks import Raised
+from replicas import SHARDS, end, hold, hold_up, processes, ranks_of, start_again, train
+
+import straggle
+
+DEADLINE = straggle.QuantileDeadline(0.9, slack=1.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [2, 3])
+def test_replica_that_fell_behind_comes_back_in_the_same_processes(rank: int) -> None:
+    with run_job(6, train, DEADLINE, served=True, replica_size=SHARDS) as job:
+        job.walk(10)
+        before = processes(job)
+        for _ in range(2):
+            hold_up(job, rank)
+            job.walk(20)
+        results = end(job)
+        assert processes(job) == before
+    assert [own["first"] for own in results] == [0] * 6
+    assert sum(1 in own.joined for own in results[0]["changes"]) >= 2  # on a busy machine it may fall behind again
+
+
+@pytest.mark.slow
+def test_replica_that_is_held_up_in_its_first_step_comes_back_in_the_same_processes() -> None:
+    """As one does that compiles."""
+    with run_job(6, train, DEADLINE, served=True, replica_size=SHARDS) as job:
+        job.walk(10)
+        job.kill(3)
+        job.walk(10, ranks_of(0, 2))
+        hold(job.board, 2).touch()
+        start_again(job, 1)
+        hold_up(job, 2)
+        before = processes(job)
+        job.walk(20)
+        results = end(job)
+        assert processes(job) == before
+    assert results[2]["first"] == results[3]["first"] > 10
+
+
+@pytest.mark.slow
+def test_replica_of_a_rank_that_is_stopped_for_a_while_comes_back_in_the_same_processes() -> None:
+    with run_job(6, train, served=True, replica_size=SHARDS) as job:
+        job.walk(10)
+        before = processes(job)
+        job.stop(3)
+        job.wait(lambda: "replica 1 left: rank 3 of it: no sign of life" in job.log(), "the replica leaves")
+        job.walk(10, ranks_of(0, 2))
+        job.resume(3)
+        job.walk(20)
+        end(job)
+        assert processes(job) == before
+
+
+@pytest.mark.slow
+def test_rank_that_is_killed_while_its_replica_is_healed_in_place_takes_it_out_again() -> None:
+    with run_job(6, train, DEADLINE, served=True, replica_size=SHARDS) as job:
+        job.walk(10)
+        hold_up(job, 2)
+        job.wait(lambda: "replica 1 joined" in job.log(), "the replica is let in")
+        job.kill(3)
+        job.walk(10, ranks_of(0, 2))
+        raised = job.result(2)
+        assert isinstance(raised, Raised)
+        assert "its replica, ranks [2, 3], is no member, and cannot come back as it is (rank 3 of it" in raised.message
+        start_again(job, 1)
+        job.walk(20)
+        assert [own["first"] > 10 for own in end(job)] == [False, False, True, True, False, False]
+
+
+@pytest.mark.slow
+def test_replica_leaves_after_a_step_if_one_of_its_ranks_is_told_to_end() -> None:
+    with run_job(6, train, served=True, replica_size=SHARDS) as job:
+        job.walk(10)
+        os.kill(job.process(3).pid, signal.SIGTERM)
+        left = [job.result(rank) for rank in ranks_of(1)]
+        job.walk(10, ranks_of(0, 2))
+        stayed = job.finish(ranks_of(0, 2))
+    assert not any(isinstance(own, Raised) for own in left), left
+    assert left[0]["step"] == left[1]["step"]
+    assert all(own["requested"] and own["peers_go_on"] for own in left)
+    assert stayed[0]["changes"][0].left_kinds == {1: "notice"}
+    assert [own["hash"] for own in stayed[:2]] == [own["hash"] for own in stayed[2:]]
+
+
+@pytest.mark.slow
+def test_all_end_after_the_same_step_if_a_rank_is_told_whose_replica_cannot_be_spared() -> None:
+    with run_job(4, train, None, None, served=True, replica_size=SHARDS) as job:
+        job.walk(10)
+        os.kill(job.process(3).pid, signal.SIGTERM)
+        results = [job.result(rank) for rank in range(4)]
+    assert not any(isinstance(own, Raised) for own in results), results
+    assert len({own["step"] for own in results}) == 1
+    assert not any(own["peers_go_on"] for own in results)
+    assert [own["hash"] for own in results[:2]] == [own["hash"] for own in results[2:]]
