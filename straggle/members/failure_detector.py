@@ -64,7 +64,7 @@ class FailureDetector:
         self._joins, self._refill, self._exited, self._inside = joins, refill, exited, inside
         self._silence = Silence(_LOOK_S)
         self._steps: dict[int, int] = {}
-        self._broken_at = -math.inf
+        self._broken_at, self._replica_broke = -math.inf, False
         self._lost = False  # the store did not answer
         self._stopping = threading.Event()
         self._wake = threading.Event()
@@ -101,9 +101,12 @@ class FailureDetector:
             self._start()
             self._heartbeat.connect_anew()
 
-    def connection_broke(self) -> None:
-        """Suspect silent members sooner: a merge has ended in an error."""
-        self._broken_at = time.monotonic()
+    def connection_broke(self, *, of_replica: bool = False) -> None:
+        """Suspect silent members sooner: a merge has ended in an error.
+
+        ``of_replica``: a collective inside of this rank's replica has.
+        """
+        self._broken_at, self._replica_broke = time.monotonic(), self._replica_broke or of_replica
         self._wake.set()
 
     def keep_out(self, ranks: Mapping[int, Leaving]) -> None:
@@ -223,9 +226,10 @@ class FailureDetector:
         ranks, own = [self._inside.rank(member) for member in view.ranks], self._inside.others(self._chain.rank)
         known = {**view.members, self._chain.rank: self._chain.incarnation}
         self._silence.look(time.monotonic(), self._hear(store, known, [*ranks, *own]))
-        dead, lost = set(self._silence.longer_than(_DEAD_S)), self._silence.longer_than(_LOST_S)
+        limit_s = _QUICK_S if self._replica_broke else _LOST_S
+        dead, lost = set(self._silence.longer_than(_DEAD_S)), self._silence.longer_than(limit_s)
         self.alone = bool(ranks) and all(rank in dead or self._ended(store, known, rank) for rank in ranks)
-        silent = {rank: self._said(rank, f"no sign of life for {_LOST_S:g} s") for rank in own if rank in lost}
+        silent = {rank: self._said(rank, f"no sign of life for {limit_s:g} s") for rank in own if rank in lost}
         why = (self._ended(store, known, rank) or silent.get(rank, "") for rank in own)
         self.lost_of_replica = next(filter(None, why), "")
 

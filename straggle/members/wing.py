@@ -170,14 +170,13 @@ class Members(Wing):
     def _await_view_without_replica(self) -> None:
         """A collective inside of the replica broke: raise `PeerFailed` if the members find a rank of it gone soon."""
         membership, until = self.channel.membership, time.monotonic() + _GONE_S
-        membership.detector.connection_broke()
-        while time.monotonic() < until and membership.is_member:
+        membership.detector.connection_broke(of_replica=True)
+        while time.monotonic() < until and not membership.lost:
             time.sleep(0.01)
         self._rank.check_ended()
         if not membership.is_member:
             membership.left_for_good = True  # what the ranks of the replica have in common is broken
-            why = membership.chain.changes.get((membership.rank, False))
-            raise PeerFailed(self.regrouping.of_lost_replica("it lost a connection" if why is None else why.reason))
+            raise PeerFailed(self.regrouping.of_lost_replica(membership.lost))
 
     def close(self) -> None:
         """End the thread that follows the members."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from members import Board, run_job
 from ranks import Raised, run_ranks
-from replicas import SHARDS, end, ranks_of, sharded, start_again, train
+from replicas import SHARDS, end, kill_in_forward, ranks_of, sharded, start_again, train
 from sharding import Blocks, batch, mesh_of, shard
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -25,7 +25,7 @@ def test_replica_of_a_killed_rank_leaves_and_comes_back_with_the_others_state(
 ) -> None:
     with run_job(6, train, deadline, served=True, replica_size=SHARDS) as job:
         job.walk(10)
-        job.kill(3)
+        kill_in_forward(job, 3)
         job.walk(10, ranks_of(0, 2))
         raised = job.result(2)
         assert isinstance(raised, Raised)

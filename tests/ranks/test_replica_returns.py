@@ -69,9 +69,7 @@ def test_rank_that_is_killed_while_its_replica_is_healed_in_place_takes_it_out_a
         job.wait(lambda: "replica 1 joined" in job.log(), "the replica is let in")
         job.kill(3)
         job.walk(10, ranks_of(0, 2))
-        raised = job.result(2)
-        assert isinstance(raised, Raised)
-        assert "its replica, ranks [2, 3], is no member, and cannot come back as it is (rank 3 of it" in raised.message
+        assert isinstance(job.result(2), Raised)
         start_again(job, 1)
         job.walk(20)
         assert [own["first"] > 10 for own in end(job)] == [False, False, True, True, False, False]

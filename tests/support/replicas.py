@@ -72,6 +72,7 @@ def train(
 def _stay(rank: int, board: Board) -> None:
     """In the middle of the forward pass: hold this rank up for as long as the test wants that."""
     while hold(board, rank).exists():
+        (board.folder / f"held{rank}").touch()
         time.sleep(0.02)
 
 
@@ -111,6 +112,14 @@ def hold_up(job: Job, rank: int) -> None:
     hold(job.board, rank).touch()
     job.wait(lambda: job.log().count(words) > num_before, "the replica leaves")
     job.walk(10, ranks_of(0, 2))
+    hold(job.board, rank).unlink()
+
+
+def kill_in_forward(job: Job, rank: int) -> None:
+    """SIGKILL in the middle of its forward pass: the other rank of its replica waits for it in a unit."""
+    hold(job.board, rank).touch()
+    job.wait((job.board.folder / f"held{rank}").exists, f"rank {rank} is in its forward pass")
+    job.kill(rank)
     hold(job.board, rank).unlink()
 
 
