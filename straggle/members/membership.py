@@ -123,7 +123,7 @@ class Membership:
 
         What the ranks of a replica have in common, such as FSDP's own groups, is made when all of them are started.
         """
-        chain, change = self.chain, self.chain.changes.get((self.rank, False))
+        chain, change = self.chain, self.chain.left
         if self.inside.size == 1 or self.is_member:
             return ""
         ended = change is not None and change.kind in ("ended", "raised")

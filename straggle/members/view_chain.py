@@ -32,6 +32,7 @@ class ViewChain:
         self.was_member = False  # in a view that was seen
         self.held: Hold | None = None  # what the members wait for before they begin their next step
         self.annulled = ""  # the job of a first view that was given up before it had begun
+        self.left: Change | None = None  # why this member is in no view now, if a view that was seen has it
         self.changes: dict[tuple[int, bool], Change] = {}  # how each rank left and joined last, in views that were seen
         self._stored = stored
         self._changed = threading.Condition()
@@ -113,6 +114,8 @@ class ViewChain:
             if known is None or (view.generation, view.begun) > (known.generation, known.begun):
                 self._view = view
                 self.was_member |= self.is_in(view)
+                own = (change for change in view.changes if change.rank == self.rank and not change.joined)
+                self.left = None if self.is_in(view) else next(own, self.left)
                 if view.giver == self.rank and (self.giving is None or view.step > self.giving.step):
                     self.giving = view
                 self.changes.update({(change.rank, change.joined): change for change in view.changes})

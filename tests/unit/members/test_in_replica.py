@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from straggle.members.agents import Exited
-from straggle.members.ask_replica import AskReplica
+from straggle.members.ask_replica import AskReplica, all_have_state
 from straggle.members.in_replica import ALONE, InReplica
 from straggle.members.join_requests import JoinRequests
 from straggle.members.membership import Membership
@@ -46,13 +46,27 @@ def test_replica_is_wanted_when_all_of_its_ranks_have_asked_as_one() -> None:
     assert leader.take(store, VIEW) == {1: "new"}
     leader.hear_anew()
     assert wanted() == {}
+    asking[1].ask(store)  # once more, before it knows the answer
+    asking[1].answered(store)
+    asking[0].ask(store)  # as it is out again, and the other one does not know of it yet
+    assert wanted() == {}
+
+
+@pytest.mark.parametrize("come", [True, False])
+def test_all_ranks_of_a_replica_go_on_from_their_states_or_none(come: bool) -> None:
+    store = dist.HashStore()
+    if come:
+        store.set("have/1", "")
+    assert all_have_state(store, "have", 0, [0, 1], awaits=lambda: False) == come
+    assert all_have_state(store, "have", 1, [0, 1], awaits=lambda: True) == come  # the other one has decided
 
 
 def ask(wanted: dict[int, str], *, healing: frozenset[int] = frozenset(), rank: int = 0) -> int:
     membership = SimpleNamespace(
         view=VIEW, rank=rank, joins=SimpleNamespace(wanted=wanted), detector=SimpleNamespace(healing=healing)
     )
-    return AskReplica(SimpleNamespace(asks=lambda number: number), membership)()  # type: ignore[arg-type]
+    member = SimpleNamespace(asks=lambda number: number, is_to_leave=lambda: False, lacks_step=False)
+    return AskReplica(member, membership)()[0]  # type: ignore[arg-type]
 
 
 def test_ranks_of_a_replica_say_the_same_if_they_would_let_in_the_same() -> None:
