@@ -107,7 +107,7 @@ launch_options() {
 
 # run MODULE key=value ...: check the configuration once, then start the workers
 run() {
-  local name=$1 workers cores where nodes ranks='' word folder='' preload=''
+  local name=$1 workers cores where nodes ranks='' word folder='' preload='' shards=''
   shift
   install train
   from_torchruns_variables
@@ -127,11 +127,17 @@ run() {
   case " $* " in
     *" members=elastic "*) # each worker with an agent of its own: torchrun ends all of them when one dies
       folder=$(sed -n 's/^run_dir: *\([^ #]*\).*/\1/p' "$here/conf/$name.yaml") # for the workers' process ids
-      for word in "$@"; do case $word in run_dir=*) folder=${word#run_dir=} ;; esac done
+      for word in "$@"; do
+        case $word in
+          run_dir=*) folder=${word#run_dir=} ;;
+          parallel=sharded) shards=${shards:-$(sed -n 's/^  shards: *\([0-9]*\).*/\1/p' "$here/conf/parallel/sharded.yaml")} ;;
+          parallel.shards=*) shards=${word#parallel.shards=} ;;
+        esac
+      done
       if [ "$(uname)" = Linux ]; then preload=straggle.commands.$name; fi
       # shellcheck disable=SC2046,SC2086
       exec "$venv/bin/python" -m straggle launch $(launch_options $where) --nproc-per-node "$workers" \
-        ${folder:+--run-dir "$folder"} ${preload:+--preload "$preload"} -m straggle "$name" "$@"
+        ${shards:+--replica-size "$shards"} ${folder:+--run-dir "$folder"} ${preload:+--preload "$preload"} -m straggle "$name" "$@"
       ;;
   esac
   # shellcheck disable=SC2086  # several arguments on purpose

@@ -2,24 +2,89 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import torch.distributed as dist
 
 from straggle.lab.jobs import gather
+from straggle.merge.channel import PeerFailed
 
 Result = TypeVar("Result")
+_LOOK_S = 0.02
 
 
 class RefusedByAll(ValueError):
     """What all ranks refuse together."""
 
 
-def on_all_ranks(work: Callable[[], Result]) -> list[Result]:
+class Ranks:
+    """All ranks of the job, which agree by its process group.
+
+    ``group``: the ranks that read and write a model's shards together. ``are_all``: whether these are all of the job.
+    """
+
+    are_all = True
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank does what one of them does for all."""
+        return dist.get_rank() == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Each rank's ``value``, in their order."""
+        return gather(value)
+
+
+class OneReplica(Ranks):
+    """The ranks of ``group``, which have one copy of the model together; ``None``: this rank alone."""
+
+    are_all = False
+
+    @property
+    def leads(self) -> bool:
+        return self.group is None or dist.get_rank(self.group) == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value] if self.group is None else gather(value, self.group)
+
+
+class OverStore(Ranks):
+    """All ranks of a job in which replicas come and go: they have no process group, and agree by the job's ``store``.
+
+    Once for each rank, when the job begins: one that is started again later does not come. Values are those of JSON.
+    """
+
+    def __init__(self, store: Any, group: dist.ProcessGroup, limit_s: float) -> None:
+        super().__init__(group)
+        self._store, self._limit_s, self._number = store, limit_s, 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Raises `PeerFailed` if a rank has not come within the limit."""
+        until, self._number = time.monotonic() + self._limit_s, self._number + 1
+        keys = [f"begin/{self._number}/{rank}" for rank in range(dist.get_world_size())]
+        self._store.set(keys[dist.get_rank()], json.dumps(value))
+        while missing := [rank for rank, key in enumerate(keys) if not self._store.check([key])]:
+            if time.monotonic() > until:
+                raise PeerFailed(f"ranks {missing} have not come to the begin of the run within {self._limit_s:g} s")
+            time.sleep(_LOOK_S)
+        return [json.loads(self._store.get(key)) for key in keys]
+
+
+ALL = Ranks()
+
+
+def on_all_ranks(work: Callable[[], Result], ranks: Ranks = ALL) -> list[Result]:
     """What ``work`` returns on each rank; collective.
 
     If it raises ``OSError`` or ``ValueError`` on one rank, this raises `RefusedByAll` on all, with the ranks' reasons.
     """
-    done = gather(_outcome(work))
+    done = ranks.gather(_outcome(work))
     if any(problems for _, problems in done):
         raise RefusedByAll(of_ranks([problems for _, problems in done]))
     return [result for result, _ in done]

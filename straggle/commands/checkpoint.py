@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,9 +27,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from straggle.commands import durable, sharded_state
-from straggle.commands.agreement import RefusedByAll, of_ranks, on_all_ranks
+from straggle.commands.agreement import ALL, Ranks, RefusedByAll, Result, of_ranks, on_all_ranks
 from straggle.commands.durable import FileSeal, Snapshot
-from straggle.lab.jobs import gather
 from straggle.lab.sharding import is_sharded
 from straggle.merge.saved_state import SavedState
 from straggle.parallel import StagedDataParallel
@@ -57,53 +56,44 @@ class NotSaved(RuntimeError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A directory with one run's state; every rank calls the same method together.
+    """A directory with one run's state; ``ranks``, all of the job if not given, call the same method together.
 
     What goes wrong on one rank is raised on all, and names the rank.
     """
 
     directory: Path
+    ranks: Ranks = ALL
 
     def save(
         self, step: int, model: StagedDataParallel, optimizer: Optimizer, dealt: Mapping[str, Dealer] = _NOTHING
-    ) -> None:
+    ) -> bool:
         """Write the state after ``step`` steps; the checkpoint before it stays complete until this one is.
 
-        ``dealt``: what determines the next samples, by name; the same on all ranks.
+        ``dealt``: what determines the next samples, by name; the same on all ranks. If these are not all ranks of the
+        job, what only the others know is not in it: their random state, and their estimator's memory. False if the
+        peers of one have merged more steps than it has applied, so that there is no state of one step to be had.
         Raises `NotSaved` if it cannot be written, such as on a full disk.
         """
+        ranks, state = self.ranks, model.straggle_state(own=self.ranks.are_all)
+        merged = int(state[_HISTORY + "num_steps"])
+        if not ranks.are_all and set(ranks.gather((step, merged))) != {(step, step)}:
+            return False
         try:
-            is_first = dist.get_rank() == 0
-            new = self.directory / on_all_ranks(lambda: durable.begin(self.directory, step).name if is_first else "")[0]
-            sealed = on_all_ranks(lambda: _write(new, model, optimizer, model.straggle_state(), dealt, common=is_first))
+            name = self._on_all(lambda: durable.begin(self.directory, step).name if ranks.leads else "")[0]
+            new = self.directory / name
+            sealed = self._on_all(lambda: _write(new, model, optimizer, state, dealt, common=ranks.leads))
             if is_sharded(model.module):
-                sealed += on_all_ranks(lambda: _sealed(new, sharded_state.save(new, model.module, optimizer)))
+                sealed += self._on_all(
+                    lambda: _sealed(new, sharded_state.save(new, model.module, optimizer, ranks.group))
+                )
             files = {name: seal for of_rank in sealed for name, seal in of_rank.items()}
-            on_all_ranks(lambda: durable.publish(new, _about(step, model), files) if is_first else None)
+            about = _about(step, model) | ({} if ranks.are_all else {"alone": True})
+            self._on_all(lambda: durable.publish(new, about, files) if ranks.leads else None)
         except RefusedByAll as error:
-            on_all_ranks(self._give_up)
+            self._on_all(self._give_up)
             last = next(iter(durable.snapshots(self.directory)[0]), None)
             left = "there is no complete one" if last is None else f"the last complete one is that of step {last.step}"
             raise NotSaved(f"checkpoint {self.directory} of step {step} not saved: {error}; {left}") from None
-
-    def save_alone(
-        self, step: int, model: StagedDataParallel, optimizer: Optimizer, dealt: Mapping[str, Dealer] = _NOTHING
-    ) -> bool:
-        """Write the state after ``step`` steps, on one rank of a job whose members come and go.
-
-        What only the other ranks know is not in it: their random state, and their estimator's memory. False if the
-        peers have merged more steps than this rank has applied, so that there is no state of one step to be had.
-        Raises `NotSaved` if it cannot be written.
-        """
-        state = model.straggle_state(own=False)
-        if int(state[_HISTORY + "num_steps"]) != step:
-            return False
-        try:
-            new = durable.begin(self.directory, step)
-            files = _write(new, model, optimizer, state, dealt, common=True)
-            durable.publish(new, {**_about(step, model), "alone": True}, files)
-        except (OSError, ValueError) as error:
-            raise NotSaved(f"checkpoint {self.directory} of step {step} not saved: {error}") from None
         return True
 
     def exists(self) -> bool:
@@ -126,13 +116,13 @@ class Checkpoint:
             with _named_as_of_another_run(found):
                 self._restore(found, read, model, optimizer, dealt)
 
-        on_all_ranks(each)  # none begins to load its shards, together with others, before all have read theirs
-        on_all_ranks(restore)
-        on_all_ranks(lambda: durable.keep_only(found.directory) if dist.get_rank() == 0 else None)
+        self._on_all(each)  # none begins to load its shards, together with others, before all have read theirs
+        self._on_all(restore)
+        self._on_all(lambda: durable.keep_only(found.directory) if self.ranks.leads else None)
         return found.step
 
     def set_aside(self) -> None:
-        """Keep what there is under another name, for a run that does not go on from it; rank 0 alone calls it."""
+        """Keep what there is under another name, for a run that does not go on from it; one rank alone calls it."""
         if kept := durable.set_aside(self.directory):
             _log.warning(
                 "%s was there before this run, which starts from the beginning: kept as %s", self.directory, kept
@@ -143,12 +133,15 @@ class Checkpoint:
         with contextlib.suppress(OSError):  # why it could not be written is reported already, or a peer has removed it
             durable.remove_unfinished(self.directory)
 
+    def _on_all(self, work: Callable[[], Result]) -> list[Result]:
+        return on_all_ranks(work, self.ranks)
+
     # -- reading
 
     def _choose(self) -> Snapshot:
         """The same on all ranks."""
         loadable, damaged = self._loadable()
-        seen = gather(([_identity(snapshot) for snapshot in loadable], damaged))
+        seen = self.ranks.gather(([_identity(snapshot) for snapshot in loadable], damaged))
         for snapshot in loadable:
             if all(_identity(snapshot) in identities for identities, _ in seen):
                 if problems := of_ranks([problems for _, problems in seen]):
@@ -190,7 +183,7 @@ class Checkpoint:
     ) -> None:
         common, own = read
         if is_sharded(model.module):
-            sharded_state.load(found.directory, model.module, optimizer)
+            sharded_state.load(found.directory, model.module, optimizer, self.ranks.group)
         else:
             model.module.load_state_dict(common["model"])
             set_optimizer_state_dict(model.module, optimizer, common["optimizer"], options=_FLAT)
@@ -269,8 +262,8 @@ def _named(snapshot: Snapshot) -> str:
     return f"{snapshot.directory} of step {snapshot.step}"
 
 
-def _identity(snapshot: Snapshot) -> tuple[int, str, str]:
-    return snapshot.step, snapshot.directory.name, snapshot.sha256
+def _identity(snapshot: Snapshot) -> list[int | str]:
+    return [snapshot.step, snapshot.directory.name, snapshot.sha256]
 
 
 def _on_rank0() -> int:
@@ -307,13 +300,13 @@ def _read(found: Snapshot, model: StagedDataParallel, common: dict[str, Any], ow
 
 
 def _load_own(found: Snapshot, rank: int) -> dict[str, Any]:
-    """What a rank has of its own; if one rank saved alone, each has that rank's, but for its random state."""
+    """What a rank has of its own; if not all have saved, each other has one's of these, but for its random state."""
     files = found.state["files"]
     if (file := _of_rank(rank)) in files:
         return _load(found.directory / file)
     if "alone" not in found.state:
         return {}
-    (file,) = files.keys() - {_COMMON}
+    file = min(name for name in files if name.startswith("rank"))
     return {name: value for name, value in _load(found.directory / file).items() if name != "random"}
 
 

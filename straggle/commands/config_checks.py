@@ -63,7 +63,7 @@ def _build(config: DictConfig, model: nn.Module | None) -> None:
     ranks = _num_ranks(config)
     if config.get("rebalance"):
         _check_shares(config, ranks)
-    if (members := build_members(config)) is not None and ranks:
+    if (members := build_members(config, ranks)) is not None and ranks:
         members.least(ranks)
     _build_merge(config, model)
 

@@ -122,7 +122,6 @@ class Train(_Checked):
     def _check_sharded(self) -> None:
         """What is there for ranks that each have a copy of the model is refused."""
         given = {
-            "members=elastic": (self.members, "a run makes one mesh of all its replicas, so none can come back"),
             "rebalance=by_speed": (self.rebalance, "samples are dealt out to ranks, and a replica is several"),
             "work=pulled": (self.work == "pulled", "micro-batches are drawn by ranks, and a replica is several"),
             "workload=paced": (_is_of("Paced", self.workload), "its sleeps are hooks on whole parameters"),
@@ -177,6 +176,12 @@ class Compare(Train):
         if wrong := [key for key in self.ONLY_TRAIN if getattr(self, key)]:
             raise ConfigurationError(f"{wrong[0]}: only train does that, compare does not")
         super().__post_init__()
+        if self.members:
+            self._refuse_sharded(
+                "members=elastic",
+                "FSDP2's own replicas, to compare with, cannot come back",
+                is_given=bool(self.parallel),
+            )
         for name, own in self.methods.items():
             is_given = bool(self.parallel) and _is_of("LocalSgdJob", own.job)
             self._refuse_sharded(name, "its ranks train alone, each with a copy", is_given=is_given)

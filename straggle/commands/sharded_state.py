@@ -17,23 +17,25 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim import Optimizer
 
 _FOLDER = "shards"
+Group = dist.ProcessGroup | None
 
 
-def save(new: Path, module: nn.Module, optimizer: Optimizer) -> list[str]:
+def save(new: Path, module: nn.Module, optimizer: Optimizer, group: Group = None) -> list[str]:
     """Write this rank's shards below ``new``; returns the names of the files that it answers for.
 
-    Collective. Raises ``OSError``, on all ranks, if they cannot be written.
+    Collective over ``group``, or all ranks. Raises ``OSError``, on all of them, if they cannot be written.
     """
-    _together(lambda: state_dict_saver.save(_parts(module, optimizer), checkpoint_id=new / _FOLDER), OSError)
-    own = sorted(path.name for path in (new / _FOLDER).glob(f"__{dist.get_rank()}_*"))
-    about_all = [".metadata"] if dist.get_rank() == 0 else []
+    parts, place = _parts(module, optimizer), dist.get_rank(group)
+    _together(lambda: state_dict_saver.save(parts, checkpoint_id=new / _FOLDER, process_group=group), OSError)
+    own = sorted(path.name for path in (new / _FOLDER).glob(f"__{place}_*"))
+    about_all = [".metadata"] if place == 0 else []
     return [f"{_FOLDER}/{name}" for name in (*own, *about_all)]
 
 
-def load(found: Path, module: nn.Module, optimizer: Optimizer) -> None:
+def load(found: Path, module: nn.Module, optimizer: Optimizer, group: Group = None) -> None:
     """Read what is this rank's of it. Collective; raises ``RuntimeError``, on all ranks, for another model's."""
     parts = _parts(module, optimizer)
-    _together(lambda: state_dict_loader.load(parts, checkpoint_id=found / _FOLDER), RuntimeError)
+    _together(lambda: state_dict_loader.load(parts, checkpoint_id=found / _FOLDER, process_group=group), RuntimeError)
     set_state_dict(module, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"])
 
 

@@ -92,6 +92,7 @@ def train(config: DictConfig) -> None:
 
 def _resumes(config: DictConfig, checkpoint: Checkpoint) -> bool:
     """Whether the run goes on from a checkpoint; as with auto when torchrun has started the workers again."""
+    gather = checkpoint.ranks.gather
     restarted = any(gather(int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0))  # nodes count differently
     if config.resume is True:
         return True

@@ -1,31 +1,38 @@
 """`train` where ranks die, freeze and come back: from the first step on no rank waits here for another.
 
-What rank 0 does in `train`, the lowest member does. A rank that comes to the running job takes its state from the
+What rank 0 does in `train`, the lowest member does. If that is a replica of several ranks, the first of them does it,
+and the others come where a shard of theirs is needed. A rank that comes to the running job takes its state from the
 others, and not from a checkpoint.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from hydra.utils import instantiate
 from omegaconf import DictConfig
+from torch.distributed.device_mesh import DeviceMesh
 
-from straggle.commands.agreement import on_all_ranks
+from straggle.commands.agreement import ALL, OneReplica, OverStore, Ranks, on_all_ranks
 from straggle.commands.checkpoint import Checkpoint, NotSaved
+from straggle.commands.config_schema import ConfigurationError
 from straggle.commands.replaying import decisions_of, write_decision, write_shares
 from straggle.commands.result import finish, metrics_of, write_config, write_page
 from straggle.commands.run_dir import one_run_of_members
 from straggle.lab.jobs import StagedJob, process_group
 from straggle.members.agents import DO_NOT_RESTART
 from straggle.members.membership import JobDone, TooFewRanks
+from straggle.members.replica_mesh import REPLICA_SIZE, replica_mesh
 from straggle.merge.store import StoreUnreachable, connect_all, default_store
 from straggle.observe.console import LiveView
 from straggle.observe.members import HandedOnTrace, MembersWriter, writer_of
@@ -48,18 +55,21 @@ def train_elastic(config: DictConfig, *, resumes: Callable[[Checkpoint], bool]) 
     Raises `RefusedByAll` on all ranks if it cannot begin, and `NotSaved` if its result could not be saved.
     """
     run_dir = Path(config.run_dir)
-    with process_group(elastic=True) as device, StopSignal() as stop, ExitStack() as held:
+    with _started(config) as (device, replica), StopSignal() as stop, ExitStack() as held:
         told = connect_all(default_store(), "straggle/train")
         if told.check(["over"]):
             sys.stdout.write("the run is over: there is nothing left to do for this rank\n")
             exit_at_once()
-        job = StagedJob(config, instantiate(config.workload), device, stop)
-        checkpoint = Checkpoint(run_dir / "checkpoint")
+        job = StagedJob(config, instantiate(config.workload), device, stop, replica)
+        limit_s = config.late_handling.give_up_s
+        group = None if replica is None else _group_to_agree(replica, limit_s)
+        checkpoint = Checkpoint(run_dir / "checkpoint", OneReplica(group))
         if job.model.comes_late:
             first_step = 0
             held.enter_context(one_run_of_members(run_dir, begins=False))
         else:
-            first_step = _begin(job, config, checkpoint, held, resumes)
+            ranks = ALL if group is None else OverStore(told, group, limit_s)
+            first_step = _begin(job, config, Checkpoint(checkpoint.directory, ranks), held, resumes)
         try:
             with ExitStack() as observed:
                 _train(job, config, checkpoint, first_step, observed)
@@ -81,52 +91,101 @@ def train_elastic(config: DictConfig, *, resumes: Callable[[Checkpoint], bool]) 
         job.close()
 
 
+@contextmanager
+def _started(config: DictConfig) -> Iterator[tuple[torch.device, DeviceMesh | None]]:
+    """The process group of all ranks or, if members are replicas of several, that of this rank's, with its mesh."""
+    if not config.get("parallel"):
+        with process_group(elastic=True) as device:
+            yield device, None
+        return
+    size, shards = int(os.environ.get(REPLICA_SIZE, "1")), config.parallel.shards
+    if size != shards:
+        raise ConfigurationError(
+            f"parallel.shards={shards}, but this rank was started in a replica of {size}: start the run by ./launch.sh "
+            f"or `straggle launch --replica-size {shards}`"
+        )
+    mesh = replica_mesh()
+    try:
+        yield torch.device("cpu"), mesh
+    finally:
+        dist.destroy_process_group()
+
+
+def _group_to_agree(replica: DeviceMesh, limit_s: float) -> dist.ProcessGroup:
+    """Of its ranks, for all that is not the model's own: a message of one is not taken for one of the other."""
+    ranks = dist.get_process_group_ranks(replica.get_group())
+    group: dist.ProcessGroup = dist.new_group(ranks, timedelta(seconds=limit_s), use_local_synchronization=True)
+    return group
+
+
 def _begin(
     job: StagedJob, config: DictConfig, checkpoint: Checkpoint, held: ExitStack, resumes: Callable[[Checkpoint], bool]
 ) -> int:
     """What all ranks do together when the job begins; returns its first step."""
-    is_first, run_dir = dist.get_rank() == 0, Path(config.run_dir)
-    on_all_ranks(lambda: held.enter_context(one_run_of_members(run_dir, begins=True)) if is_first else None)
-    on_all_ranks(lambda: None if is_first else held.enter_context(one_run_of_members(run_dir, begins=False)))
+    is_first, run_dir, ranks = dist.get_rank() == 0, Path(config.run_dir), checkpoint.ranks
+
+    def hold(*, begins: bool) -> None:
+        held.enter_context(one_run_of_members(run_dir, begins=begins))
+
+    on_all_ranks(lambda: hold(begins=True) if is_first else None, ranks)
+    on_all_ranks(lambda: None if is_first else hold(begins=False), ranks)
     resume = resumes(checkpoint)
     if not resume:
-        on_all_ranks(lambda: checkpoint.set_aside() if is_first else None)
+        on_all_ranks(lambda: checkpoint.set_aside() if is_first else None, ranks)
     first_step = checkpoint.load(job.model, job.optimizer, job.dealt) if resume else 0
-    on_all_ranks(lambda: write_config(config) if is_first else None)
+    on_all_ranks(lambda: write_config(config) if is_first else None, ranks)
     return first_step
 
 
 def _train(job: StagedJob, config: DictConfig, checkpoint: Checkpoint, first_step: int, observed: ExitStack) -> None:
-    run_dir, rank = Path(config.run_dir), job.model.rank
+    run_dir, rank = Path(config.run_dir), job.model.job_rank
     begins = rank == 0 and not job.model.comes_late
-    trace = HandedOnTrace(rank, run_dir / "trace.jsonl", first_step=first_step, begins=begins)
-    observed.callback(trace.close)
-    observed.enter_context(MembersWriter(job.model, run_dir, begins=begins))
+    trace: HandedOnTrace | None = None
+    if checkpoint.ranks.leads:
+        trace = HandedOnTrace(job.model.rank, run_dir / "trace.jsonl", first_step=first_step, begins=begins)
+        observed.callback(trace.close)
+        observed.enter_context(MembersWriter(job.model, run_dir, begins=begins))
     observed.enter_context(StuckWriter(job.model, run_dir, begins=begins))
     decisions: DecisionWriter | None = None
     if first_step == 0 and not job.model.comes_late:  # the other ranks' random states are in no checkpoint
         decisions = observed.enter_context(DecisionWriter(file_of(decisions_of(run_dir), rank)))
     observed.enter_context(metrics_of(job, config))
-    view: LiveView | None = None
-    saves, shares_from = False, -1
+    shown, saves = _Shown(job, config, observed), False
     for report in _steps(job, config.steps):
         if decisions is not None:
             write_decision(job, decisions)
-        if not trace.add(report):
-            continue
-        if job.rebalance is not None and job.rebalance.schedule[-1][0] != shares_from:
-            write_shares(run_dir, job.rebalance)
-            shares_from = job.rebalance.schedule[-1][0]
-        if view is None:  # this rank is the lowest member now
-            view = observed.enter_context(LiveView(config.steps, first_step=report.step))
-            change = job.model.last_members_report  # by which it has come to that; that it came itself was said
-            if change is not None and rank not in change.joined:
-                view.changed(change)
-            job.model.register_members_hook(view.changed)
-        view.show(report)
+        if trace is not None and trace.add(report):
+            shown.add(report)
         saves |= bool(config.checkpoint_every) and (report.step + 1) % config.checkpoint_every == 0
-        if saves and report.step + 1 < config.steps and not job.asked_to_stop:
-            saves = not _save(checkpoint, job)
+        if saves and report.step + 1 < config.steps:
+            saves = _is_lowest(job, checkpoint.ranks) and not job.asked_to_stop and not _save(checkpoint, job)
+
+
+class _Shown:
+    """What the lowest member shows and writes of each step; nothing before this rank has become that."""
+
+    def __init__(self, job: StagedJob, config: DictConfig, observed: ExitStack) -> None:
+        self._job, self._config, self._observed = job, config, observed
+        self._view: LiveView | None = None
+        self._shares_from = -1
+
+    def add(self, report: StepReport) -> None:
+        """One more step."""
+        if (rebalance := self._job.rebalance) is not None and rebalance.schedule[-1][0] != self._shares_from:
+            write_shares(Path(self._config.run_dir), rebalance)
+            self._shares_from = rebalance.schedule[-1][0]
+        if self._view is None:
+            self._view = self._begin(report)
+        self._view.show(report)
+
+    def _begin(self, report: StepReport) -> LiveView:
+        model = self._job.model
+        view = self._observed.enter_context(LiveView(self._config.steps, first_step=report.step))
+        change = model.last_members_report  # by which it has come to that; that it came itself was said
+        if change is not None and model.rank not in change.joined:
+            view.changed(change)
+        model.register_members_hook(view.changed)
+        return view
 
 
 def _steps(job: StagedJob, steps: int) -> Iterator[StepReport]:
@@ -140,28 +199,38 @@ def _steps(job: StagedJob, steps: int) -> Iterator[StepReport]:
         number = job.report.step + 1
 
 
+def _is_lowest(job: StagedJob, ranks: Ranks) -> bool:
+    """Whether this member saves what all have; the ranks of a replica may learn of a change in different steps."""
+    return any(ranks.gather(writer_of(job.report) == job.model.rank))
+
+
 def _save(checkpoint: Checkpoint, job: StagedJob) -> bool:
-    """Save alone, after the step that was just made; false where this rank is behind its peers, and is to try again."""
+    """Save, after the step that was just made; false if this member is behind its peers, and is to try again."""
     try:
-        return checkpoint.save_alone(job.report.step + 1, job.model, job.optimizer, job.dealt)
+        return checkpoint.save(job.report.step + 1, job.model, job.optimizer, job.dealt)
     except NotSaved as error:  # there may be room for the next one
-        _log.warning("%s; training goes on", error)
+        if checkpoint.ranks.leads:
+            _log.warning("%s; training goes on", error)
         return True
 
 
 def _end(job: StagedJob, config: DictConfig, checkpoint: Checkpoint, told: Any) -> None:
     """The last step is made: the lowest member saves, and says what came of it; the others leave."""
-    report, rank = job.report, job.model.rank
-    told.set(f"parameters/{rank}", job.parameters_sha256())
-    if writer_of(report) != rank:
+    report, ranks = job.report, checkpoint.ranks
+    told.set(f"parameters/{job.model.job_rank}", job.parameters_sha256())
+    if not _is_lowest(job, ranks):
         return
-    checkpoint.save_alone(report.step + 1, job.model, job.optimizer, job.dealt)
+    checkpoint.save(report.step + 1, job.model, job.optimizer, job.dealt)
     if (done := report.step + 1) < config.steps:
-        sys.stdout.write(f"stopped after step {done} of {config.steps}; resume=true goes on from there\n")
+        if ranks.leads:
+            sys.stdout.write(f"stopped after step {done} of {config.steps}; resume=true goes on from there\n")
         return
-    members = [own.rank for own in report.ranks if not own.absent]
-    run_dir = Path(config.run_dir)
-    finish(job, run_dir, list(read_reports(run_dir / "trace.jsonl")), job.evaluate(), _hashes(told, members))
+    scores = job.evaluate()
+    if not ranks.leads:
+        return
+    size, run_dir = job.ranks_per_replica, Path(config.run_dir)
+    members = [own.rank * size + shard for own in report.ranks if not own.absent for shard in range(size)]
+    finish(job, run_dir, list(read_reports(run_dir / "trace.jsonl")), scores, _hashes(told, members))
     if config.report:
         write_page(run_dir)
 
@@ -176,7 +245,9 @@ def _end_early(job: StagedJob, stop: StopSignal) -> NoReturn:
 
 def _say_left(job: StagedJob) -> None:
     step = job.report.step
-    sys.stdout.write(f"rank {job.model.rank} was told to end: it has left after step {step}, and the others go on\n")
+    sys.stdout.write(
+        f"rank {job.model.job_rank} was told to end: it has left after step {step}, and the others go on\n"
+    )
 
 
 def _hashes(told: Any, members: list[int]) -> list[str]:
@@ -195,6 +266,6 @@ def _give_up(job: StagedJob, checkpoint: Checkpoint, error: Exception, members: 
     """The job cannot go on: the lowest of its members saves what there is."""
     sys.stderr.write(f"{error}\n")
     lowest = job.model.rank == min(members, default=None) and job.model.last_report is not None
-    if lowest and _save(checkpoint, job):
+    if lowest and _save(checkpoint, job) and checkpoint.ranks.leads:
         sys.stderr.write(f"{checkpoint.directory} has step {job.report.step + 1}; resume=true goes on from there\n")
     exit_at_once(DO_NOT_RESTART)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 from straggle.extras import needs_extra
@@ -39,11 +40,16 @@ def build_estimator(config: DictConfig, optimizer: Optimizer) -> Estimator:
     return estimator
 
 
-def build_members(config: DictConfig) -> Elastic | None:
-    """The rules by which members come and go; ``None`` if they do not, as in a replay."""
+def build_members(config: DictConfig, num_members: int) -> Elastic | None:
+    """The rules by which so many members come and go; ``None`` if they do not, as in a replay.
+
+    Of replicas there are few: the job goes on with half of them, if the configuration gives no number.
+    """
     if not config.get("members") or config.get("replay"):
         return None
     members: Elastic = instantiate(config.members)
+    if config.get("parallel") and members.min_ranks is None:
+        return replace(members, min_ranks=max(1, (num_members + 1) // 2))
     return members
 
 

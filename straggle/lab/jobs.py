@@ -69,18 +69,23 @@ def process_group(*, elastic: bool = False) -> Iterator[torch.device]:
 
 
 class Job(ABC):
-    """A model, its optimizer, its share of the data and its faults; the same for every method."""
+    """A model, its optimizer, its share of the data and its faults; the same for every method.
 
-    def __init__(self, config: DictConfig, workload: Workload, device: torch.device) -> None:
+    ``replica``: the mesh of this rank's replica, if replicas come and go.
+    """
+
+    def __init__(
+        self, config: DictConfig, workload: Workload, device: torch.device, replica: DeviceMesh | None = None
+    ) -> None:
         torch.manual_seed(config.seed)
         self.workload = workload
         self.num_microbatches: int = config.num_microbatches
         self.samples_per_step: int = config.num_microbatches * config.batch_size  # of a rank, in a step of weight 1
         self.module = workload.model().to(device)
-        self.mesh: DeviceMesh | None = None  # of replicas by shards, if a replica is several ranks
+        self.mesh: DeviceMesh | None = None  # of replicas by shards, or of one replica; if it is several ranks
         if config.get("parallel"):
             sharded: Sharded = instantiate(config.parallel)
-            self.mesh = sharded.mesh(device.type)
+            self.mesh = sharded.mesh(device.type) if replica is None else replica
             sharded.shard(self.module, self._shards_over(self.mesh))
         self.optimizer = build_optimizer(config, self.module)
         self._loss_so_far = 0.0  # of the running step's micro-batches, of each its part of the mean
@@ -175,15 +180,20 @@ class StagedJob(Job):
 
     With ``work=pulled`` the ranks draw the step's micro-batches, and each loads those that it draws: a slow one fewer.
     Else, with ``rebalance``, its unit is a sample if a step has one micro-batch, and otherwise a complete micro-batch.
-    If members come and go, ``epochs`` deals the samples, so that none is lost with a rank.
+    If members come and go, ``epochs`` deals the samples, so that none is lost with a rank; those of a replica are.
     """
 
     model: StagedDataParallel
 
     def __init__(
-        self, config: DictConfig, workload: Workload, device: torch.device, stop: StopSignal | None = None
+        self,
+        config: DictConfig,
+        workload: Workload,
+        device: torch.device,
+        stop: StopSignal | None = None,
+        replica: DeviceMesh | None = None,
     ) -> None:
-        super().__init__(config, workload, device)
+        super().__init__(config, workload, device, replica)
         if not config.get("pings", True):
             self.model.stop_pings()
         self._stop = stop
@@ -203,7 +213,7 @@ class StagedJob(Job):
         self._position = _Position()
         self._comes_and_goes = bool(config.get("members"))
         self.epochs: Epochs | None = None
-        if self._comes_and_goes and not self._pulls:
+        if self._comes_and_goes and not self._pulls and self.mesh is None:
             self.epochs = Epochs(
                 self.model,
                 num_samples=workload.num_samples,
@@ -227,8 +237,8 @@ class StagedJob(Job):
             estimator=build_estimator(config, self.optimizer),
             late_handling=instantiate(config.late_handling),
             merge=instantiate(config.merge),
-            members=build_members(config),
-            mesh=None if self.mesh is None else self.mesh["dp_replicate"],
+            members=build_members(config, dist.get_world_size() // self.ranks_per_replica),
+            mesh=None if self.mesh is None or config.get("members") else self.mesh["dp_replicate"],
         )
 
     def _passes(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -417,8 +427,8 @@ class LocalSgdJob(_TorchJob):
                     parameter.copy_(before)
 
 
-def gather(value: Any) -> list[Any]:
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's ``value``."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values
