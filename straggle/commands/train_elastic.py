@@ -33,6 +33,7 @@ from straggle.lab.jobs import StagedJob, process_group
 from straggle.members.agents import DO_NOT_RESTART
 from straggle.members.membership import JobDone, TooFewRanks
 from straggle.members.replica_mesh import REPLICA_SIZE, replica_mesh
+from straggle.merge.channel import PeerFailed
 from straggle.merge.store import StoreUnreachable, connect_all, default_store
 from straggle.observe.console import LiveView
 from straggle.observe.members import HandedOnTrace, MembersWriter, writer_of
@@ -86,6 +87,14 @@ def train_elastic(config: DictConfig, *, resumes: Callable[[Checkpoint], bool]) 
             if told.check(["over"]):  # the others are done, and have left
                 exit_at_once()
             _give_up(job, checkpoint, error, error.ranks)
+        except PeerFailed as error:
+            if replica is None:
+                raise
+            if stop.peers_go_on:  # another rank of the replica has left a step earlier
+                _say_left(job)
+            else:
+                sys.stderr.write(f"{error}\n")  # which says why its replica has left
+            exit_at_once(0 if stop.peers_go_on else 1)  # freeing the groups would wait for ranks that are gone
         except _STORE_LOST as error:
             _give_up(job, checkpoint, error, job.model.member_ranks)
         job.close()
