@@ -166,6 +166,47 @@ def test_worker_that_cannot_be_spared_ends_the_run_with_a_checkpoint_and_the_oth
     assert saved_step(tmp_path / "run") == len(steps_of(tmp_path)) > 0
 
 
+@pytest.mark.slow
+def test_replica_of_a_killed_rank_comes_back_and_the_run_goes_on_from_the_checkpoint_of_its_end(tmp_path: Path) -> None:
+    """Two replicas of two workers. All are told to end then: they must do so after one step, or shards do not fit."""
+    pace = "+faults.delay={_target_: straggle.lab.faults.RandomDelay, probability: 1, seconds: 0.02}"
+    keys = (*KEYS, *TINY, "parallel=sharded", "merge.check_every=5", "run_dir=run")
+    killed = ("faults=kill", "~faults.pace", pace, "faults.kill.rank=1", "faults.kill.step=5", "checkpoint_every=3")
+    launch = ("--nproc-per-node", 4, "--replica-size", 2, "--restart-delay-s", 0, "--grace-s", 100, *PRELOAD)
+    words = (*launch, "-m", "straggle", "train", *keys)
+    with started_command("launch", *words, *killed, "steps=1000000", folder=tmp_path, environment=ALONE) as job:
+        wait_for_changes(tmp_path, 2, job)
+        wait_for_steps(tmp_path, len(steps_of(tmp_path)) + 10, job)
+        os.kill(job.pid, signal.SIGTERM)
+        status, printed = ended(job)
+    assert status == 128 + signal.SIGTERM, printed
+    assert "members: replica 0 left: rank 1 of it: its process ended by SIGKILL" in printed
+    assert "Traceback" not in printed
+    left, joined = (change for _, change in read_members(tmp_path / "run"))
+    assert (left.kinds, left.ranks, joined.kinds, joined.ranks) == (("ended",), (1,), ("joined",), (0, 1))
+    reports = steps_of(tmp_path)
+    assert [report.step for report in reports] == list(range(len(reports)))  # written by one rank at a time
+    assert {report.absent_ranks for report in reports} == {(), (0,)}
+    assert saved_step(tmp_path / "run") == len(reports)
+    again = ("faults=none", "resume=true", f"steps={len(reports) + 5}")
+    with started_command("launch", *words, *again, folder=tmp_path, environment=ALONE) as job:
+        status, printed = ended(job)
+    assert status == 0, printed
+    assert "steps without a replica" in printed
+    reports = steps_of(tmp_path)
+    assert [report.step for report in reports] == list(range(saved_step(tmp_path / "run")))
+    assert not any(report.different_ranks for report in reports)
+    hashes = json.loads((tmp_path / "run" / "summary.json").read_text())["parameters_sha256"]
+    assert (len(hashes), len(set(hashes))) == (4, 1)
+
+
+def wait_for_changes(folder: Path, number: int, job: Started) -> None:
+    until = time.monotonic() + 300  # to start twice, however busy the machine is
+    while len(read_members(folder / "run")) < number:
+        assert time.monotonic() < until, job.log.read_text()
+        time.sleep(0.05)
+
+
 def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
