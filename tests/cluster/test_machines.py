@@ -70,10 +70,13 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 class Job:
-    """A run with members: a launcher with one worker on each machine, and the store on the first."""
+    """A run with members: a launcher on each machine, and the store on the first.
 
-    def __init__(self, machines: list[Machine], folder: Path) -> None:
-        self.machines, self.folder, self.run_dir = machines, folder, folder / "run"
+    Each machine has one worker or, if the run is ``sharded``, a replica of two.
+    """
+
+    def __init__(self, machines: list[Machine], folder: Path, *, sharded: bool = False) -> None:
+        self.machines, self.folder, self.run_dir, self.sharded = machines, folder, folder / "run", sharded
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def start_store(self) -> None:
@@ -83,7 +86,10 @@ class Job:
     def start(self, number: int) -> None:
         """The launcher of a machine: the same command at first and after each of its ends."""
         words = ["straggle", "launch", "--nnodes", "2", "--node-rank", str(number), "--external-store"]
-        words += ["--rdzv-endpoint", "node0:29500", "--nproc-per-node", "1", "-m", "straggle", "train"]
+        size = "2" if self.sharded else "1"
+        words += ["--rdzv-endpoint", "node0:29500", "--nproc-per-node", size, "--replica-size", size]
+        words += ["--preload", "straggle.commands.train", "-m", "straggle", "train"]
+        words += ["parallel=sharded"] if self.sharded else []
         words += [*KEYS, "members=elastic", "members.min_ranks=1", "resume=auto", "merge.check_every=5"]
         words += ["faults=pace", "faults.pace.factor=6", "steps=1000000", f"run_dir={self.run_dir}"]
         machine = self.machines[number]
@@ -108,11 +114,11 @@ class Job:
                 raise AssertionError(f"waited in vain for {what}: {self.changes()}\n{logs}")
             time.sleep(0.1)
 
-    def wait_to_leave(self, rank: int) -> None:
-        self.wait(f"rank {rank} to leave", lambda: self.changes()[-1:] == [([str(rank)], [])])
+    def wait_to_leave(self, member: int) -> None:
+        self.wait(f"member {member} to leave", lambda: self.changes()[-1:] == [([str(member)], [])])
 
-    def wait_to_join(self, rank: int) -> None:
-        self.wait(f"rank {rank} to come back", lambda: self.changes()[-1:] == [([], [str(rank)])])
+    def wait_to_join(self, member: int) -> None:
+        self.wait(f"member {member} to come back", lambda: self.changes()[-1:] == [([], [str(member)])])
 
     def wait_for_steps(self, num_steps: int) -> None:
         before = len(lines(self.run_dir / "trace.jsonl"))
@@ -136,20 +142,37 @@ def test_host_that_is_cut_off_or_rebooted_comes_back_and_the_other_goes_on(tmp_p
         job.wait_to_join(1)
         job.wait_for_steps(10)  # a comparison of both ranks' parameters among them
 
-        job.reboot(1)
-        job.wait_to_leave(1)
-        job.wait_for_steps(5)
-        job.wait_to_join(1)
-        job.wait_for_steps(10)
-
         job.reboot(0)  # with the store: the other waits until that is back, and gives it what it knows
         job.wait_to_leave(0)
         job.wait_for_steps(5)
         job.wait_to_join(0)
         job.wait_for_steps(10)
+    check_trace(job)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_host_with_a_replica_that_is_rebooted_comes_back_and_the_other_goes_on(tmp_path: Path) -> None:
+    with fire_walled(tmp_path) as (_, machines):
+        job = Job(machines, tmp_path, sharded=True)
+        job.start_store()
+        job.start(0)
+        job.start(1)
+        job.wait_for_steps(5)
+
+        job.reboot(1)
+        job.wait_to_leave(1)
+        job.wait_for_steps(5)
+        job.wait_to_join(1)
+        job.wait_for_steps(10)
+    check_trace(job)
+
+
+def check_trace(job: Job) -> None:
+    """Each step was written once, and parameters were equal whenever they were compared."""
     for process in job.processes:
         process.wait()
-    steps = lines(tmp_path / "run" / "trace.jsonl")
+    steps = lines(job.run_dir / "trace.jsonl")
     assert [step["step"] for step in steps] == list(range(len(steps)))
     compared = [step["different_ranks"] for step in steps if step["different_ranks"] is not None]
     assert compared
