@@ -176,12 +176,8 @@ class Compare(Train):
         if wrong := [key for key in self.ONLY_TRAIN if getattr(self, key)]:
             raise ConfigurationError(f"{wrong[0]}: only train does that, compare does not")
         super().__post_init__()
-        if self.members:
-            self._refuse_sharded(
-                "members=elastic",
-                "FSDP2's own replicas, to compare with, cannot come back",
-                is_given=bool(self.parallel),
-            )
+        both = bool(self.members) and bool(self.parallel)
+        self._refuse_sharded("members=elastic", "FSDP2's own replicas do not come back", is_given=both)
         for name, own in self.methods.items():
             is_given = bool(self.parallel) and _is_of("LocalSgdJob", own.job)
             self._refuse_sharded(name, "its ranks train alone, each with a copy", is_given=is_given)

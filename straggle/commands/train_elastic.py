@@ -30,6 +30,7 @@ from straggle.commands.replaying import decisions_of, write_decision, write_shar
 from straggle.commands.result import finish, metrics_of, write_config, write_page
 from straggle.commands.run_dir import one_run_of_members
 from straggle.lab.jobs import StagedJob, process_group
+from straggle.lab.sharding import Sharded
 from straggle.members.agents import DO_NOT_RESTART
 from straggle.members.membership import JobDone, TooFewRanks
 from straggle.members.replica_mesh import REPLICA_SIZE, replica_mesh
@@ -107,12 +108,11 @@ def _started(config: DictConfig) -> Iterator[tuple[torch.device, DeviceMesh | No
         with process_group(elastic=True) as device:
             yield device, None
         return
-    size, shards = int(os.environ.get(REPLICA_SIZE, "1")), config.parallel.shards
-    if size != shards:
-        raise ConfigurationError(
-            f"parallel.shards={shards}, but this rank was started in a replica of {size}: start the run by ./launch.sh "
-            f"or `straggle launch --replica-size {shards}`"
-        )
+    sharded: Sharded = instantiate(config.parallel)
+    try:
+        sharded.check_launched(int(os.environ.get(REPLICA_SIZE, "1")))
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from None
     mesh = replica_mesh()
     try:
         yield torch.device("cpu"), mesh

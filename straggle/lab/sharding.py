@@ -30,6 +30,14 @@ class Sharded:
             )
         return num_ranks // self.shards
 
+    def check_launched(self, replica_size: int) -> None:
+        """Raise ``ValueError`` if the launcher starts others together than the ranks that shard a copy."""
+        if replica_size != self.shards:
+            raise ValueError(
+                f"parallel.shards={self.shards}, and {replica_size} rank(s) of a replica were started together: start "
+                f"the run by ./launch.sh or by `straggle launch --replica-size {self.shards}`"
+            )
+
     def mesh(self, device: str) -> DeviceMesh:
         """All ranks of the job, as replicas by shards."""
         shape = (self.replicas(dist.get_world_size()), self.shards)

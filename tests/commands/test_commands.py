@@ -147,7 +147,6 @@ def test_view_names_absent_ranks_and_says_when_the_members_change() -> None:
             ["parallel=sharded", "rebalance=by_speed"],
             "rebalance=by_speed and parallel=sharded exclude each other: samples are dealt out to ranks",
         ),
-        (["parallel=sharded", "members=elastic"], "members=elastic and parallel=sharded exclude each other"),
         (["parallel=sharded", "workload=paced"], "workload=paced and parallel=sharded exclude each other"),
         (["parallel=sharded", "work=pulled", "num_microbatches=2"], "work=pulled and parallel=sharded exclude each"),
         (["resume=true", "run_dir=/nowhere"], "resume=true: there is no checkpoint in run_dir=/nowhere"),
@@ -194,9 +193,9 @@ def test_what_too_few_ranks_are_there_for_is_refused_once_their_number_is_known(
 
 def launch_of(folder: Path, *words: str, **environment: str) -> str:
     """What launch.sh would start: its programs print their command lines."""
-    for part in (".venv/bin", "conf"):
+    for part in (".venv/bin", "conf/parallel"):
         (folder / part).mkdir(parents=True, exist_ok=True)
-    for name in ("pyproject.toml", "constraints.txt", "launch.sh", "conf/train.yaml"):
+    for name in ("pyproject.toml", "constraints.txt", "launch.sh", "conf/train.yaml", "conf/parallel/sharded.yaml"):
         (folder / name).write_bytes((ROOT / name).read_bytes())
     for name in ("python", "torchrun"):
         (folder / ".venv" / "bin" / name).write_text(f'#!/bin/sh\necho {name} "${{WORLD_SIZE:-none}}" "$@"\n')
@@ -287,6 +286,12 @@ def test_workers_that_may_come_back_are_started_by_straggle_launch(
     assert "torchrun" not in printed
     words = expected.removeprefix("-m straggle launch ").split()
     assert launch_arguments(words, {"STRAGGLE_JOB_SECRET": "shared"}).script == "straggle"
+
+
+def test_workers_of_replicas_that_may_come_back_are_started_together(tmp_path: Path) -> None:
+    for keys, size in (((), 2), (("parallel.shards=4",), 4)):
+        printed = launch_of(tmp_path, "parallel=sharded", "members=elastic", *keys, WORKERS="4")
+        assert f"--nproc-per-node 4 --replica-size {size} --run-dir" in " ".join(printed.split())
 
 
 def test_process_ids_of_workers_that_may_come_back_are_in_the_folder_of_the_run(tmp_path: Path) -> None:

@@ -128,8 +128,12 @@ COMMANDS = {
         train("work=pulled", "num_microbatches=2"),
     ),
     "{} and parallel=sharded exclude each other: {}; leave {} out": (
-        train("parallel=sharded", "members=elastic"),
+        train("parallel=sharded", "rebalance=by_speed"),
         train("parallel=sharded"),
+    ),
+    "start the run by ./launch.sh or by `straggle launch --replica-size {}`": (
+        lambda _: Sharded(2).check_launched(1),
+        lambda _: Sharded(2).check_launched(2),
     ),
     "shards is {}; give at least 2 ranks for a copy, or parallel=none": (
         train("parallel=sharded", "parallel.shards=1"),

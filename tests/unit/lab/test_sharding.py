@@ -9,6 +9,7 @@ import pytest
 from straggle.commands.config import load
 from straggle.commands.config_schema import ConfigurationError
 from straggle.lab import sharding
+from straggle.lab.build import build_members
 from straggle.lab.sharding import Sharded, WorkClock
 
 
@@ -33,7 +34,18 @@ def test_ranks_are_dealt_out_to_replicas(shards: int, ranks: int, replicas: int)
     assert Sharded(shards).replicas(ranks) == replicas
 
 
-def test_local_sgd_is_refused_for_a_sharded_model() -> None:
-    load("compare", ["methods=[ddp,local_sgd]"])
-    with pytest.raises(ConfigurationError, match="local_sgd and parallel=sharded exclude each other"):
-        load("compare", ["methods=[ddp,local_sgd]", "parallel=sharded"])
+@pytest.mark.parametrize("key", ["methods=[ddp,local_sgd]", "members=elastic"])
+def test_what_is_compared_for_whole_models_only_is_refused_for_a_sharded_one(key: str) -> None:
+    load("compare", [key])
+    with pytest.raises(
+        ConfigurationError, match=f"{key.partition(',')[2].strip(']') or key} and parallel=sharded excl"
+    ):
+        load("compare", [key, "parallel=sharded"])
+
+
+def test_half_of_the_replicas_go_on_if_nothing_else_is_said() -> None:
+    both = ["members=elastic", "parallel=sharded"]
+    given = {2: 1, 3: 2, 4: 2}
+    assert {number: build_members(load("train", both), number).min_ranks for number in given} == given
+    assert build_members(load("train", [*both, "members.min_ranks=2"]), 2).min_ranks == 2
+    assert build_members(load("train", both[:1]), 2).min_ranks is None
