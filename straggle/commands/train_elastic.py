@@ -124,6 +124,7 @@ def _group_to_agree(replica: DeviceMesh, limit_s: float) -> dist.ProcessGroup:
     """Of its ranks, for all that is not the model's own: a message of one is not taken for one of the other."""
     ranks = dist.get_process_group_ranks(replica.get_group())
     group: dist.ProcessGroup = dist.new_group(ranks, timedelta(seconds=limit_s), use_local_synchronization=True)
+    dist.barrier(group)  # gloo connects now: later the store may be gone
     return group
 
 
@@ -274,6 +275,7 @@ def _hashes(told: Any, members: list[int]) -> list[str]:
 def _give_up(job: StagedJob, checkpoint: Checkpoint, error: Exception, members: Sequence[int]) -> None:
     """The job cannot go on: the lowest of its members saves what there is."""
     sys.stderr.write(f"{error}\n")
+    job.model.close()  # else a replica's process is ended after some seconds, and saving may take longer
     lowest = job.model.rank == min(members, default=None) and job.model.last_report is not None
     if lowest and _save(checkpoint, job) and checkpoint.ranks.leads:
         sys.stderr.write(f"{checkpoint.directory} has step {job.report.step + 1}; resume=true goes on from there\n")

@@ -95,7 +95,15 @@ class Regrouping:
                 if isinstance(error, TooFewRanks):
                     self._membership.end(str(error))
                 if self._membership.inside.size > 1:
-                    threading.Thread(target=_end_process, args=(error,), name="straggle-end", daemon=True).start()
+                    threading.Thread(target=self._end_process, args=(error,), daemon=True).start()
+
+    def _end_process(self, error: BaseException) -> None:
+        """End this process unless it ends, or closes the model: it may hang in a collective of the user's for ever."""
+        time.sleep(_END_S)
+        if not self._closing:
+            _log.error("%s; this process has not ended by itself in %g s, and is ended", error, _END_S)
+            sys.stderr.flush()
+            os._exit(1)
 
     def _look(self) -> None:
         """Do what is due now, or wait for a moment."""
@@ -279,11 +287,3 @@ class Regrouping:
         """Wait until all ranks of this one's replica are at ``step``: others' gradients may be on their way there."""
         while self._membership.inside.size > 1 and self._member.agreed_in < step - 1 and time.monotonic() < until:
             time.sleep(0.002)
-
-
-def _end_process(error: BaseException) -> None:
-    """End this process, if it does not end by itself: it may hang in a collective of the user's, which has no end."""
-    time.sleep(_END_S)
-    _log.error("%s; this process has not ended by itself in %g s, and is ended", error, _END_S)
-    sys.stderr.flush()
-    os._exit(1)
