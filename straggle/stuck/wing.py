@@ -105,9 +105,13 @@ class StuckWatch(Wing):
         }
 
     def members_changed(self, report: MembersReport) -> None:
-        """Ranks have left: one that fell silent is looked at by its agent, which the lowest member asks."""
+        """Members have left: one that fell silent is looked at by its agent, which the lowest member asks.
+
+        If members are replicas, each rank of the lowest one asks for the rank with its own shard.
+        """
         if self._channel.rank == min(report.ranks, default=-1):
-            self._ask_agents([rank for rank, kind in report.left_kinds.items() if kind == "silent"], "no sign of life")
+            silent = [member for member, kind in report.left_kinds.items() if kind == "silent"]
+            self._ask_agents(list(self._channel.named(silent)), "no sign of life")
 
     def _where_now(self) -> str:
         place = place_of(frames_of_thread(self._ident))

@@ -11,6 +11,7 @@ from ranks import Raised
 from replicas import SHARDS, end, hold, hold_up, processes, ranks_of, start_again, train
 
 import straggle
+from straggle.members import agents
 
 DEADLINE = straggle.QuantileDeadline(0.9, slack=1.5)
 
@@ -55,6 +56,14 @@ def test_replica_of_a_rank_that_is_stopped_for_a_while_comes_back_in_the_same_pr
         job.stop(3)
         job.wait(lambda: "replica 1 left: rank 3 of it: no sign of life" in job.log(), "the replica leaves")
         job.walk(10, ranks_of(0, 2))
+        store, looked_at = job.connect(), set[int]()
+
+        def asked() -> bool:
+            looked_at.update(rank for rank in range(6) if agents.take_silent(store, rank))
+            return len(looked_at) >= SHARDS
+
+        job.wait(asked, "agents are asked to look at the ranks of the replica")
+        assert looked_at == {*ranks_of(1)}
         job.resume(3)
         job.walk(20)
         end(job)

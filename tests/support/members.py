@@ -140,6 +140,10 @@ class Job:
         theirs.close()  # so that this raises where the store's process ends
         self._port = ours.recv()
 
+    def connect(self) -> Any:
+        """A connection to the server that is the job's store, on this host."""
+        return dist.TCPStore("127.0.0.1", self._port, is_master=False)
+
     def kill_store(self) -> None:
         """SIGKILL for that server."""
         self._store_host.kill()
