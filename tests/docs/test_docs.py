@@ -6,7 +6,6 @@ import ast
 import contextlib
 import inspect
 import io
-import json
 import os
 import re
 import runpy
@@ -18,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from pages import slow_run, write_run
 from ranks import run_ranks, started_command
 from repository import ROOT
 from torch import nn
@@ -136,16 +136,6 @@ def check_command(words: list[str]) -> None:
         assert (ROOT / script).exists() or program.startswith(".venv/bin/"), script
 
 
-def record_a_run(folder: Path) -> None:
-    """A trace of one step of one rank."""
-    folder.mkdir(parents=True, exist_ok=True)
-    times = {"compute_s": 1.0, "wait_s": 0.0, "stage_s": [1.0]}
-    rank = {"rank": 0, **times, "reach": 1.0, "late": False, "stood_in": False}
-    stages = [{"name": "all", "numel": 1}]
-    step = {"step": 1, "seconds": 1.0, "deadline_s": None, "ranks": [rank], "stages": stages}
-    (folder / "trace.jsonl").write_text(json.dumps(step) + "\n")
-
-
 @pytest.mark.parametrize("words", commands())
 def test_command_exists_and_its_keys_are_valid(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -156,7 +146,7 @@ def test_command_exists_and_its_keys_are_valid(
     for folder in ("checkpoint/step1", "decisions"):  # what resume=true and replay= look for
         (tmp_path / "runs" / "latest" / folder).mkdir(parents=True)
     (tmp_path / "runs" / "latest" / "checkpoint" / "step1" / "state.json").touch()
-    record_a_run(tmp_path / "runs" / "latest")
+    write_run(tmp_path / "runs" / "latest", slow_run())
     monkeypatch.chdir(tmp_path)
     check_command(words)
 
