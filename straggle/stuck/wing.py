@@ -55,6 +55,7 @@ class StuckWatch(Wing):
         self._thread: threading.Thread | None = None
         # by the thread
         self._posted = 0  # states in a row
+        self._posted_in = -1  # the step of the last one
         self._heard: dict[int, tuple[int, float]] = {}  # the number of each rank's state, and since when it is that
         self._silent: dict[int, float] = {}  # ranks that are waited for and have said nothing, and since when
         self._open: StuckReport | None = None  # that was reported and is not over
@@ -133,8 +134,10 @@ class StuckWatch(Wing):
             slept_at = time.monotonic()
 
     def _look(self) -> None:
-        if (state := self._state()) is None:
+        state = self._state()
+        if state is None or (self._posted and state.step != self._posted_in):  # it has gone on since the last look
             self._goes_on()
+        if state is None:
             return
         place = place_of(frames_of_thread(self._ident))
         if place is None:
@@ -148,6 +151,7 @@ class StuckWatch(Wing):
             collective=self._open_collective() if kind == "collective" else "",
             number=self._posted + 1,
         )
+        self._posted_in = state.step
         self._post(state.as_json())
         if kind == "waits":
             self._look_for_silent(state)

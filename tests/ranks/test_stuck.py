@@ -106,6 +106,28 @@ def test_a_rank_that_hangs_between_two_steps_names_its_line_and_who_waits(hang):
     assert ("inside of _try_get_data (torch/utils/data/dataloader.py:" in line) == (hang is in_loader)
 
 
+def hang_and_go_on_unseen(rank):
+    """Rank 1 hangs before step 3, makes two steps, and holds its GIL before the watching thread has looked again."""
+    reports, hold_gil = [], ctypes.PyDLL(None).usleep
+    with logged("straggle.stuck"), staged(mlp(), late_handling=LATE) as model:
+        model.register_stuck_hook(reports.append)
+        for number in range(5):
+            if (rank, number) == (1, 3):
+                time.sleep(HANG_S)
+                hold_gil(300_000)  # the watching thread looks as soon as it can, and then not for a tenth of a second
+            with model.step():
+                model(features(rank, number)).sum().backward()
+        hold_gil(400_000)
+        while reports and not any(report.over for report in reports):
+            time.sleep(0.01)
+    return [(report.step, report.over) for report in reports]
+
+
+def test_a_hang_is_over_though_its_rank_has_stopped_in_a_later_step_since():
+    _, reports = run_ranks(hang_and_go_on_unseen, 2)
+    assert reports[:2] == [(3, False), (3, True)]
+
+
 @pytest.mark.parametrize("hang", [with_the_gil, stopped])
 def test_a_rank_that_cannot_speak_is_named_by_one_that_waits(hang):
     (lines, reports, _), (own_lines, _, last), (others, none, _) = run_ranks(train, 3, hang)
