@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import threading
 import time
@@ -37,8 +38,8 @@ class LongArrival:
 @contextlib.contextmanager
 def reported(ranks: Sequence[int], own: int) -> Iterator[None]:
     """A block in which rank ``own`` waits for all ``ranks``: each announces that it has come, in the job's store."""
-    _num_wrapped[tuple(ranks)] += 1
-    corner = f"straggle/come/{'.'.join(map(str, ranks[:2]))}.{len(ranks)}/{_num_wrapped[tuple(ranks)]}"
+    _num_wrapped[of_ranks := tuple(ranks)] += 1
+    corner = f"straggle/come/{hashlib.sha1(str(of_ranks).encode()).hexdigest()}/{_num_wrapped[of_ranks]}"
     store, over = default_store(), threading.Event()
     store.set(f"{corner}/{own}", "")
     threading.Thread(
