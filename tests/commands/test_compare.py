@@ -10,6 +10,8 @@ from ranks import run_command
 
 from straggle.commands.config_schema import config_dir
 
+# in place of each scenario's pace; load hides a fault that multiplies a few milliseconds of work, and no stall
+STALL = "{_target_: straggle.lab.faults.Stall, step: 0, seconds: 0.3, rank: 3, phase: forward, every: 1}"
 METHODS = sorted(path.stem for path in (config_dir() / "methods").iterdir())
 ALL = f"methods=[{','.join(METHODS)}]"
 
@@ -21,6 +23,8 @@ def test_all_methods_train_in_turns_under_several_scenarios(tmp_path: Path) -> N
         "workload.channels=8",
         "workload.depth=3",
         "batch_size=4",
+        "~faults.pace",
+        f"+faults.pace={STALL}",
         "deadline=first_k",
         "deadline.k=2",
         "+methods.equal.rebalance=null",
