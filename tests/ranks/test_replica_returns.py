@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import Any
 
 import pytest
-from members import run_job
+from members import Board, run_job
 from ranks import Raised
 from replicas import SHARDS, end, hold, hold_up, processes, ranks_of, start_again, train
 
 import straggle
-from straggle.members import agents
+from straggle.members import agents, healing
 
+LOSES = "loses"  # while this file exists, rank 3 loses the state that comes
 DEADLINE = straggle.QuantileDeadline(0.9, slack=1.5)
 
 
@@ -81,6 +83,35 @@ def test_rank_that_is_killed_while_its_replica_is_healed_in_place_takes_it_out_a
         start_again(job, 1)
         job.walk(20)
         assert [own["first"] > 10 for own in end(job)] == [False, False, True, True, False, False]
+
+
+@pytest.mark.slow
+def test_ranks_of_a_replica_go_on_from_one_step_though_one_of_them_has_lost_its_state_once() -> None:
+    with run_job(6, _train_and_lose_a_state, DEADLINE, served=True, replica_size=SHARDS) as job:
+        job.walk(10)
+        job.kill(3)
+        job.walk(10, ranks_of(0, 2))
+        lost = job.board.folder / LOSES
+        lost.touch()
+        start_again(job, 1)
+        job.wait(lambda: not lost.exists(), "a state is lost")
+        job.walk(20)
+        results = end(job)
+    assert results[2]["first"] == results[3]["first"] > 10
+
+
+def _train_and_lose_a_state(rank: int, board: Board, deadline: straggle.Deadline) -> dict[str, object]:
+    receive, lost = healing.receive, board.folder / LOSES
+
+    def receive_or_lose(*words: Any, **options: Any) -> object:
+        state = receive(*words, **options)
+        if rank == 3 and lost.exists():
+            lost.unlink()
+            raise OSError("lost on its way, by the test")
+        return state
+
+    healing.receive = receive_or_lose
+    return train(rank, board, deadline)
 
 
 @pytest.mark.slow
