@@ -67,7 +67,7 @@ def watching(run_dir: Path) -> Callable[[], None]:
             called.remove()
             try:
                 first.append(watch(module, run_dir))
-            except TypeError as error:  # training goes on
+            except (TypeError, ValueError) as error:  # training goes on
                 sys.stderr.write(f"straggle watch: {error}\n")
             else:
                 first[0].forward_begins()  # the hooks of a running call are known already

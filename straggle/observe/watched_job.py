@@ -99,6 +99,10 @@ def _refuse(module: nn.Module) -> None:
             f"watch({type(module).__name__}): it waits inside of its passes where that cannot be seen; use "
             "fully_shard() instead of FullyShardedDataParallel"
         )
+    if units_of(module):
+        from straggle.source.fsdp2 import check_version  # imports what FSDP2 does
+
+        check_version()
     if not trainable(module):
         raise ValueError(f"watch({type(module).__name__}): no parameter is trained; give the model that is")
 

@@ -24,8 +24,8 @@ def check_version() -> None:
     """Raise ``ValueError`` if this torch has not all that is needed to go on after a pass that was cut."""
     if missing := [name for name in _NEEDED if not hasattr(FSDPModule, name)]:
         raise ValueError(
-            f"torch {torch.__version__} has no FSDPModule.{missing[0]}, without which a replica of fully_shard() "
-            "cannot go on after a pass that it left: use torch 2.13 or newer"
+            f"torch {torch.__version__} has no FSDPModule.{missing[0]}, which is needed for a model of fully_shard(), to "
+            "go on after a pass that was cut: use torch 2.13 or newer"
         )
 
 
@@ -146,7 +146,6 @@ def waits_of(units: Sequence[Any]) -> list[tuple[Any, str]]:
 
     Only the unit's own part of a pass is between these calls, whatever is fetched ahead, nested or computed again.
     """
-    check_version()
     names = ("pre_forward", "pre_backward", "post_backward", "unshard", "wait_for_unshard")
     roots = [(unit._get_fsdp_state(), "_root_post_backward_final_callback") for unit in units]
     return [*roots, *((group, name) for unit in units for group in _groups_of(unit) for name in names)]

@@ -8,6 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from repository import ROOT
@@ -45,12 +46,14 @@ SHARDED = """\
 import sys, torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 dist.init_process_group("gloo")
 net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-if sys.argv[1] == "sharded":
+if sys.argv[1] in ("sharded", "old torch"):
     fully_shard(net, mesh=init_device_mesh("cpu", (2,))).set_force_sum_reduction_for_comms(True)
+if sys.argv[1] == "old torch":
+    del FSDPModule.reset_iter_state
 if sys.argv[1] == "staged":
     import straggle
     net = straggle.StagedDataParallel(net)
@@ -92,10 +95,17 @@ def test_without_ddp_the_first_model_that_is_called_is_recorded_from_its_first_s
         assert all(line["forward_s"] > 0 and line["backward_s"] > 0 for line in lines)
 
 
-def test_a_model_that_cannot_be_watched_trains_on_and_it_is_told_why(tmp_path):
-    for lines, said in run_ranks(watched_without_ddp, 2, str(tmp_path), "staged"):
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("staged", "watch(StagedDataParallel): it has reports of its own"),
+        ("old torch", f"torch {torch.__version__} has no FSDPModule.reset_iter_state"),
+    ],
+)
+def test_a_model_that_cannot_be_watched_trains_on_and_it_is_told_why(kind, why, tmp_path):
+    for lines, said in run_ranks(watched_without_ddp, 2, str(tmp_path), kind):
         assert lines == []
-        assert said.startswith("straggle watch: watch(StagedDataParallel): it has reports of its own")
+        assert said.startswith(f"straggle watch: {why}")
 
 
 @pytest.mark.parametrize(
