@@ -24,8 +24,8 @@ def check_version() -> None:
     """Raise ``ValueError`` if this torch has not all that is needed to go on after a pass that was cut."""
     if missing := [name for name in _NEEDED if not hasattr(FSDPModule, name)]:
         raise ValueError(
-            f"torch {torch.__version__} has no FSDPModule.{missing[0]}, which is needed for a model of fully_shard(), to "
-            "go on after a pass that was cut: use torch 2.13 or newer"
+            f"torch {torch.__version__} has no FSDPModule.{missing[0]}, which a model of fully_shard() needs to go on "
+            "after a pass that was cut: use torch 2.13 or newer"
         )
 
 

@@ -67,14 +67,17 @@ def train_until_it_is_out(rank: int, names: list[str]) -> tuple[int, str]:
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
         wrapped.register_state(optimizer=optimizer)
         wrapped.register_members_hook(changes.append)
-        while len(out) < 5 or not changes:
+        # on a busy machine another one's link may look slow, too
+        while len(out) < 5 or not any(NARROW in change.left for change in changes):
             with wrapped.step():
                 wrapped(torch.randn(8, 256)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             report = wrapped.last_report
             out += [report.step] * report.ranks[NARROW].absent
-    return (-1, "") if rank == NARROW else (out[0], changes[0].left[NARROW])
+    if rank == NARROW:
+        return -1, ""
+    return out[0], next(change.left[NARROW] for change in changes if NARROW in change.left)
 
 
 @pytest.mark.slow
