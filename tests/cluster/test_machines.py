@@ -160,11 +160,12 @@ def test_host_with_a_replica_that_is_rebooted_comes_back_and_the_other_goes_on(t
         job.start(1)
         job.wait_for_steps(5)
 
-        job.reboot(1)
-        job.wait_to_leave(1)
-        job.wait_for_steps(5)
-        job.wait_to_join(1)
-        job.wait_for_steps(10)
+        for replica in (1, 0):  # the second with the store
+            job.reboot(replica)
+            job.wait_to_leave(replica)
+            job.wait_for_steps(5)
+            job.wait_to_join(replica)
+            job.wait_for_steps(10)
     check_trace(job)
 
 
