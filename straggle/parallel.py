@@ -470,7 +470,7 @@ class StagedDataParallel(nn.Module):
         self._open.enter(step, entry, checked=checked)
         if 0 < share < 1:
             self._open.end_data(own_passes(step.num_microbatches, share))
-        if self.default_weight != 1.0:
+        if self.default_weight != 1.0 and not step.is_weighed:
             step.weight = self.default_weight
         self._steps.entered()
 

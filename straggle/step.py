@@ -12,10 +12,12 @@ from torch.optim import Optimizer
 
 from straggle.backward.compiled import not_compiled
 from straggle.backward.hooks import DeadlineReached
+from straggle.merge.checks import check_weight
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.departure import Departure
 from straggle.merge.names import ScalarNames
 from straggle.merge.telemetry import MAX_SCALARS
+from straggle.policies.cost import check_cost
 
 Part = TypeVar("Part")
 
@@ -58,13 +60,19 @@ class Step:
         self.on_device: dict[str, Tensor] = {}  # scalars that the host does not wait for
         self.late = False  # whether this rank has been stopped in this step so far
         self.between = False  # between two calls of `microbatch`, where the model's passes belong to no step
-        self._weight, self._cost = 1.0, math.nan
+        # as the loop has set them, in the block or before it
+        self._weight: float | None = None
+        self._cost: float | None = None
 
     @not_compiled
     def begin(self) -> Step:
         """Enter the step. Raises ``RuntimeError`` if this or another step is open."""
         self._enter(self)
         self._is_open = True
+        if self._weight is not None:
+            self._coordinator.weigh(self._weight)
+        if self._cost is not None:
+            self._coordinator.set_cost(self._cost)
         return self
 
     @not_compiled
@@ -117,7 +125,7 @@ class Step:
             )
         if not self._is_open or self._pulls:
             raise RuntimeError("step.pull() comes inside of `with model.step() as step:`, once in each step")
-        if self.num_microbatches != 1 or self._weight != 1.0:
+        if self.num_microbatches != 1 or self.weight != 1.0:
             raise RuntimeError(
                 "step.pull() counts the backward passes and weighs them: leave out num_microbatches=... and "
                 "step.weight, and give step.pull(parts, weights=...)"
@@ -163,28 +171,37 @@ class Step:
 
         Set it before the first backward pass. The loss is still this rank's own mean.
         """
-        return self._weight
+        return 1.0 if self._weight is None else self._weight
 
     @weight.setter
     def weight(self, weight: float) -> None:
         if self._pulls:
             raise RuntimeError("step.weight beside step.pull(): give step.pull(parts, weights=...)")
-        self._coordinator.weigh(weight)
+        check_weight(weight)
+        if self._is_open:
+            self._coordinator.weigh(weight)
         self._weight = weight
+
+    @property
+    def is_weighed(self) -> bool:
+        """Whether its weight was set."""
+        return self._weight is not None
 
     @property
     def cost(self) -> float:
         """Expected compute of this rank's step, in any unit, such as tokens; NaN if not set.
 
-        Set it as soon as the block begins. A step's seconds should be in proportion to it: a rank's deadline is scaled
-        by its cost over the mean cost, and its times are scaled to those of a step of the mean cost. The default cost
-        is the number of micro-batches, unless work is dealt out by speed.
+        Set it before the block, or as soon as that begins. A step's seconds should be in proportion to it: a rank's
+        deadline is scaled by its cost over the mean cost, and its times are scaled to those of a step of the mean cost.
+        The default cost is the number of micro-batches, unless work is dealt out by speed.
         """
-        return self._cost
+        return math.nan if self._cost is None else self._cost
 
     @cost.setter
     def cost(self, cost: float) -> None:
-        self._coordinator.set_cost(cost)
+        check_cost(cost)
+        if self._is_open:
+            self._coordinator.set_cost(cost)
         self._cost = cost
 
     def log(self, **scalars: float | Tensor) -> None:

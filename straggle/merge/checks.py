@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable
 from inspect import unwrap
@@ -168,6 +169,12 @@ def check_num_microbatches(num_microbatches: int) -> None:
         )
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches={num_microbatches}: a step has at least one backward pass")
+
+
+def check_weight(weight: float) -> None:
+    """Raise ``ValueError`` for a weight that is not positive, or infinite."""
+    if not 0 < weight < math.inf:
+        raise ValueError(f"weight={weight}: must be a positive number, such as the samples of this rank's step")
 
 
 def check_passes_to_come(number: int, came: int, announced: int) -> None:

@@ -8,7 +8,6 @@ what is left with weight 0, and the merged steps wait in a ring until the traini
 from __future__ import annotations
 
 import logging
-import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
@@ -30,7 +29,6 @@ from straggle.merge.step_passes import AnyPasses, Passes
 from straggle.merge.submission import Submission
 from straggle.merge.table import Table
 from straggle.merge.wing import Wings
-from straggle.policies.cost import check_cost
 from straggle.policies.fill_in import FillIn
 from straggle.policies.history import History
 from straggle.source.kept import UNDECIDED
@@ -213,9 +211,7 @@ class Coordinator:
                 current.end_pass(number)
 
     def weigh(self, weight: float) -> None:
-        """Give this rank's step a weight. Raises ``ValueError`` and, after the first gradient, ``RuntimeError``."""
-        if not 0 < weight < math.inf:
-            raise ValueError(f"weight={weight}: must be a positive number, such as the samples of this rank's step")
+        """Give this rank's step a weight. Raises ``RuntimeError`` after the first gradient."""
         if (vote := self._rank.replica.vote) is not None:
             weight = vote.weigh(weight)
         with self._lock:
@@ -243,7 +239,6 @@ class Coordinator:
 
     def set_cost(self, cost: float) -> None:
         """This rank's step costs this much: its deadline is longer or shorter by that."""
-        check_cost(cost)
         with self._lock:
             self.training.set_cost(cost)
             self._stand_in.wake()

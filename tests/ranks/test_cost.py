@@ -16,13 +16,18 @@ def give_costs(rank):
     """Rank 1's steps cost three times as much as rank 0's."""
     costs = []
     with staged(Chain(), deadline=600.0) as model:
-        for number in range(3):
-            with model.step() as step:
-                assert math.isnan(step.cost)
-                if number > 0:
+        for number in range(4):
+            step = model.step()
+            assert math.isnan(step.cost)
+            if number == 3:
+                step.cost = (100, 300)[rank]
+            with step:
+                if number in (1, 2):
                     step.cost = (100, 300)[rank]
                 model(1.0).backward()
             costs.append([own.cost for own in model.last_report.ranks])
+        with pytest.raises(ValueError, match="cost=0: must be a positive number"):
+            model.step().cost = 0
         with pytest.raises(ValueError, match="cost=0: must be a positive number"), model.step() as step:
             step.cost = 0
     return costs
@@ -32,7 +37,7 @@ def test_all_ranks_know_what_a_step_cost_over_the_mean():
     (first, *costs), again = run_ranks(give_costs, 2)
     assert [first, *costs] == again
     assert first == [1.0, 1.0]
-    assert costs == [[0.5, 1.5]] * 2
+    assert costs == [[0.5, 1.5]] * 3  # set in the block or before it
 
 
 def wait_in_a_long_step(rank, has):

@@ -151,8 +151,11 @@ def by_tokens(rank: int) -> float:
         ours, theirs = (torch.optim.AdamW(one.parameters(), lr=0.01) for one in (model, both.plain))
         for number in range(NUM_STEPS):
             rows = [1 + (5 * other + 3 * number) % 7 for other in RANKS]
-            with model.step() as step:
-                if number % 3:
+            step = model.step()
+            if number % 3 == 1:  # or in the block
+                step.weight = rows[rank]
+            with step:
+                if number % 3 == 2:
                     step.weight = rows[rank]
                 model(batch(number, rank, rows[rank] if number % 3 else 6)).square().mean().backward()
             all_rows = torch.cat([batch(number, other, rows[other] if number % 3 else 6) for other in RANKS])

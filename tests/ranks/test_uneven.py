@@ -128,10 +128,40 @@ def test_weighting_by_samples_is_the_mean_over_all_samples():
     assert len({gradients for _, gradients in results}) == 1
 
 
+def weighed_before(rank, default):
+    """Step 1 has its weight from before it is begun, and step 2 has the default."""
+    module = Chain(3)
+    seen = []
+    with staged(module) as model:
+        model.default_weight = default
+        for has_own in (True, False):
+            step = model.step(num_microbatches=2)
+            if has_own:
+                step.weight = (3, 1)[rank]
+                assert step.weight == (3, 1)[rank]
+            step.begin()
+            for _ in range(2):
+                with step.microbatch():
+                    (model(float(rank + 1)) / 2).backward()
+            step.end()
+            seen.append((grads(module)[0], [own.weight for own in model.last_report.ranks], step.weight))
+    return seen
+
+
+@pytest.mark.parametrize("default", [1.0, 2.0])
+def test_weight_that_is_set_before_the_block_counts_in_it(default):
+    for rank, (own, by_default) in enumerate(run_ranks(weighed_before, 2, default)):
+        assert torch.allclose(own[0], torch.full((2,), (3 * 1 + 1 * 2) / 4))
+        assert own[1:] == ([3.0, 1.0], (3, 1)[rank])
+        assert by_default[1:] == ([default] * 2, default)
+
+
 def wrong_weights(rank):
     module = nn.Linear(4, 2)
     messages = []
     with staged(module) as model:
+        with pytest.raises(ValueError, match="must be a positive number"):
+            model.step().weight = 0  # no step is begun with it
         for weight in (0, -1.0, math.nan):
             with pytest.raises(ValueError, match="must be a positive number") as error, model.step() as step:
                 step.weight = weight
