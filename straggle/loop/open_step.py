@@ -472,7 +472,8 @@ class OpenStep(PassWatcher):
         """Step the parameters of buckets that are merged while others travel.
 
         Not if their gradients are to be added to kept ones or observed in the order of the parameters, and not those
-        of a bucket in which no rank has anything for one: what becomes of that is known at the end.
+        of a bucket in which no rank has anything for one: what becomes of that is known at the end. One that no rank's
+        graph has used is not stepped here, nor is said to have been: other ranks of the replica look at the end.
         """
         if not self._kept.decided or self._kept.gradients or self._fill_in.reads_merged or self._source.copied:
             return
@@ -482,9 +483,9 @@ class OpenStep(PassWatcher):
             self._num_early += 1
             shares = current.buffers.normalize_bucket(bucket)
             if all(share.weight > 0 for share in shares.values()):
-                self._early |= shares.keys()
                 part |= {index: current.buffers.views[index] for index, share in shares.items() if share.present}
         if part:
+            self._early |= part.keys()
             self._optimizing.step(self._source.of_parameters(part))
 
     def _put_in_place(self, merged: Round) -> None:

@@ -1,13 +1,18 @@
 """An optimizer that is stepped in parts, during the merge, trains bit for bit as one that is stepped after it."""
 
+from itertools import chain
+
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import digest, run_ranks, staged
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from training import Signals, Stopper, features, mlp
 
 from straggle import Merge
+from straggle.merge.replica import Agreed, Replica
+from straggle.merge.round import Round
 
 KEEP = Merge(nonfinite="keep")
 OPTIMIZERS = {
@@ -127,6 +132,63 @@ def test_parameters_are_the_same_where_a_rank_is_late():
         (whole, _), (parts, _) = first[kind]
         assert parts == whole, kind
         assert second[kind][1][0] == parts, kind
+
+
+class SharedVote:
+    """Of a replica of all ranks: a parameter has a gradient if any of them says so. It stops nobody."""
+
+    def __init__(self):
+        self.group = dist.new_group()
+
+    def begin(self, _step, **_):
+        pass
+
+    def forget_waits(self):
+        pass
+
+    def __call__(self, _own, _at):
+        return False
+
+    def agree(self, present, _waited_s, _weights, _scalars):
+        said = torch.tensor(present, dtype=torch.int32)
+        dist.all_reduce(said, group=self.group)
+        return Agreed((said > 0).tolist(), ())
+
+    def close(self):
+        pass
+
+
+def all_but_the_last(merging):
+    """The messages that are over, where the last one always takes longer than the others."""
+    *others, _ = merging.launched
+    for work in chain.from_iterable(others):
+        work.wait()
+    return list(range(len(others)))
+
+
+def train_one_early(rank):
+    """Rank 0 steps parameters early, and rank 1, of the same replica, sees all messages over at once."""
+    vote, stepped = SharedVote(), []
+    Replica.of_one_rank = staticmethod(lambda channel: Replica(channel.rank, channel.world_size, vote))
+    Round.merged_early = all_but_the_last if rank == 0 else lambda _round: []
+    module = Held(unused=False)
+    module.head = nn.LayerNorm(3)  # it is not called, and would be the first in backward
+    optimizer = optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    counter = register_optimizer_step_post_hook(lambda *_: stepped.append(rank))
+    with staged(module, merge=KEEP) as model:
+        for number in range(NUM_STEPS):
+            with model.step(optimizer=optimizer):
+                model(features(rank, number)).square().mean().backward()
+            optimizer.zero_grad()
+    counter.remove()
+    return digest(module.parameters()), module.head.weight.tolist(), len(stepped)
+
+
+def test_ranks_of_a_replica_step_the_same_parameters_whichever_of_their_messages_are_over_early():
+    (first, unused, num_parts), (second, *others) = run_ranks(train_one_early, 2)
+    assert first == second
+    assert unused == others[0] == [1.0] * 3  # of no gradient, on no rank: it does not decay
+    assert num_parts > others[1] == NUM_STEPS
 
 
 def one_step(model, optimizer=None):
