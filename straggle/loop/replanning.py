@@ -18,7 +18,7 @@ from straggle.backward.stages import StagePlan, complete_order, plan_stages
 from straggle.loop.model_parts import ModelParts
 from straggle.loop.optimizer_steps import OptimizerSteps
 from straggle.merge.alike import Wrapped, check_alike
-from straggle.merge.checks import check_module
+from straggle.merge.checks import check_module, own_part
 from straggle.merge.round import Round
 from straggle.merge.saved_state import ResumeState
 from straggle.merge.sides import Entry
@@ -113,7 +113,7 @@ class Replanning:
         """Take the parameters that there are now; new ones begin with rank 0's values."""
         parts, new = self._parts, self._parts.source.renew()
         for number, parameter in enumerate(new):
-            parts.channel.broadcast(parameter, name=f"new parameter {number}")
+            parts.channel.broadcast(own_part(parameter), name=f"new parameter {number}")
         self._take_buffers()
         plan = self._plan()
         parts.opened.replanned(plan if parts.coordinator.is_planned else None)

@@ -63,14 +63,26 @@ def stopping(model: StagedDataParallel, number: int, rank: int, loss: Loss) -> N
     model.zero_grad()
 
 
-def train(rank: int, both: Pair, step: Callable = ordinary, loss: Loss = mean_square) -> float:
+def unfreeze(both: Pair, rank: int) -> None:
+    """Between two steps, on all ranks; what has changed on one replica meanwhile becomes as on the other."""
+    frozen = [own for own in both.net.parameters() if not own.requires_grad]
+    for one in (both.net, both.plain):
+        one.requires_grad_(True)
+    if rank > 1:
+        with torch.no_grad():
+            for own in frozen:
+                own.add_(1.0)
+
+
+def train(
+    rank: int, both: Pair, step: Callable = ordinary, loss: Loss = mean_square, unfrozen_from: int = NUM_STEPS
+) -> float:
     """The largest difference to the whole model that sees the data of all ranks, but for the step that was left."""
     with staged(both.net, mesh=both.mesh["dp_replicate"]) as model:
-        optimizers = [
-            torch.optim.AdamW([own for own in one.parameters() if own.requires_grad], lr=0.01, eps=1e-4)
-            for one in (model, both.plain)
-        ]
+        optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01, eps=1e-4) for one in (model, both.plain)]
         for number in range(NUM_STEPS):
+            if number == unfrozen_from:
+                unfreeze(both, rank)
             if number == NUM_STEPS // 2:
                 stopping(model, number, rank, loss)
             step(model, number, rank, loss)
@@ -158,6 +170,7 @@ CASES: dict[str, Callable[[int], float]] = {
     "units without a root": lambda rank: train(rank, sharded_by(with_ends, seeded(Blocks), root=False)),
     "a unit of two modules": lambda rank: train(rank, sharded_by(with_a_group, seeded(Blocks))),
     "frozen parameters": lambda rank: train(rank, sharded_by(blocks, partly_frozen())),
+    "unfrozen parameters": lambda rank: train(rank, sharded_by(blocks, partly_frozen()), unfrozen_from=3),
     "a Llama": lambda rank: train(rank, sharded_by(lambda net: net.model.layers, seeded(llama)), loss=next_token),
     "a GPT-2": lambda rank: train(rank, sharded_by(lambda net: net.transformer.h, seeded(gpt2)), loss=next_token),
 }
