@@ -106,10 +106,18 @@ def short_path(file: str) -> str:
     for name in _PACKAGES:
         if f"/{name}/" in file:
             return file.rpartition(f"/{name}/")[2]
-    for folder in (f"{Path.cwd()}/", *_OF_PYTHON):
+    for folder in (*_working_folder(), *_OF_PYTHON):
         if file.startswith(folder):
             return file.removeprefix(folder)
     return file
+
+
+def _working_folder() -> tuple[str, ...]:
+    """The folder as the start of a path; nothing if it was removed while the job runs."""
+    try:
+        return (f"{Path.cwd()}/",)
+    except OSError:
+        return ()
 
 
 def text_of(frame: Frame) -> str:

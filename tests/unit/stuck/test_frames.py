@@ -82,3 +82,12 @@ def test_paths_are_short_and_long_lines_are_cut(tmp_path):
     code.write_text(f"{'x' * 101}\n")
     assert text_of(Frame(str(code), 1, "f")) == "x" * 100 + "..."
     assert text_of(Frame(str(tmp_path / "gone.py"), 1, "f")) == ""
+
+
+def test_place_has_words_also_if_the_folder_in_which_the_job_was_started_is_gone(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert short_path(str(gone / "train.py")) == str(gone / "train.py")
+    assert Place(USER, SELECT).words() == "in load_batch (/home/me/train.py:41), inside of select (selectors.py:415)"
