@@ -95,7 +95,10 @@ class Vote(Protocol):
         """
 
     def average(self, copied: Sequence[Tensor], weights: Sequence[float]) -> None:
-        """Make gradients that the ranks have copies of equal again: their mean by these weights, in place."""
+        """Make gradients that the ranks have copies of equal again: their mean by these weights, in place.
+
+        There is at least one, on all ranks.
+        """
 
     def close(self) -> None:
         """Ask no more."""
@@ -241,7 +244,7 @@ class UnitVote:
     def average(self, copied: Sequence[Tensor], weights: Sequence[float]) -> None:
         """By one message; the order of the ranks is that of each other replica, and so are the bits."""
         parts = [own.flatten() * weight for own, weight in zip(copied, weights, strict=True)]
-        flat = torch.cat([*parts, torch.tensor(weights, dtype=parts[0].dtype)]) if parts else torch.empty(0)
+        flat = torch.cat([*parts, torch.tensor(weights, dtype=parts[0].dtype, device=parts[0].device)])
         self._number += 1
         work = self._channel.groups.data.all_reduce(flat)
         self._channel.wait(work, self._number, f"rank {self._channel.name}, {_MERGED} of its replica")

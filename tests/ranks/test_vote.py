@@ -68,6 +68,16 @@ def test_rank_finishes_its_step_if_its_replica_does():
     assert not late
 
 
+def test_copies_on_a_device_are_averaged_there():
+    groups = SimpleNamespace(data=SimpleNamespace(all_reduce=lambda _sent: None))
+    channel = SimpleNamespace(rank=0, name=0, world_size=2, groups=groups, wait=lambda *_: None, close=lambda: None)
+    vote = UnitVote(channel, str, Inside(), [[0], [1]], print)
+    copies = [torch.empty(2, 3, device="meta"), torch.empty(4, device="meta")]  # with a CPU tensor they are refused
+    vote.average(copies, [1.0, 2.0])
+    vote.close()
+    assert [own.shape for own in copies] == [(2, 3), (4,)]
+
+
 class Inside:
     """What a rank does inside of its replica; it never waits."""
 
