@@ -518,7 +518,8 @@ class OpenStep(PassWatcher):
             gradients = [view.zero_() if any_has and not has else gradient for any_has, has, view, gradient in found]
             if copied and not agreed.alike:
                 there = [(gradients[i], weight) for i, weight in zip(copied, weights, strict=True) if agreed.present[i]]
-                self._vote.average(*zip(*there, strict=True))
+                if there:
+                    self._vote.average(*zip(*there, strict=True))
         self._source.place(gradients)
 
     def _note_device_numbers(self, merged: Round, scalars: Mapping[str, Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from training import Signals
 
 from straggle import FixedDeadline, LateHandling, Merge, StagedDataParallel
+from straggle.merge.replica import Agreed, UnitVote
 
 NUM_STEPS = 12
+AGREE = UnitVote.agree
 
 
 def split(net: nn.Module) -> tuple[nn.Module, object]:
@@ -110,3 +113,37 @@ def test_copies_in_a_replica_stay_equal_if_one_of_its_ranks_is_stuck() -> None:
     assert min(num_late) > 0
     assert len(set(copies)) == 1
     assert len(set(everything)) == 1
+
+
+class WithoutEnds(Blocks):
+    """Does not call the layers of which the ranks of a replica have copies."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def unlike(vote: UnitVote, *said: object) -> Agreed:
+    """As if one of the ranks had been stood in for, and its merge had others' gradients in it."""
+    return replace(AGREE(vote, *said), alike=False)
+
+
+def train_without_ends(rank: int) -> tuple[list[bool], float]:
+    UnitVote.agree = unlike  # type: ignore[assignment, method-assign]
+    torch.manual_seed(0)
+    plain = WithoutEnds()
+    net, mesh = split(copy.deepcopy(plain))
+    with staged(net, mesh=mesh) as model:
+        with model.step():
+            model(batch(0, rank // 2).repeat(1, 2)).square().mean().backward()
+        plain(torch.cat([batch(0, other) for other in range(2)]).repeat(1, 2)).square().mean().backward()
+        for one in (net, plain):
+            torch.optim.SGD(one.parameters(), lr=0.1).step()
+    return [own.grad is None for own in (net.first.weight, net.last.bias)], gap(net, plain)
+
+
+def test_copies_that_no_graph_has_used_have_no_gradient_also_if_the_merges_of_a_replica_differ() -> None:
+    for are_none, difference in run_ranks(train_without_ends, 4):
+        assert are_none == [True, True]
+        assert difference < 1e-6
