@@ -190,7 +190,7 @@ def all_cases(rank: int) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def gaps() -> list[dict[str, float]]:
-    return run_ranks(all_cases, 4)
+    return run_ranks(all_cases, 4, timeout_s=240.0)
 
 
 @pytest.mark.slow  # for the seconds of all cases, which come with the first

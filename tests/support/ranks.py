@@ -72,7 +72,7 @@ def run_ranks(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float = 150.0,
     outcomes: bool = False,
     context: Any = _context,
 ) -> list[Any]:
