@@ -75,13 +75,7 @@ def train_elastic(config: DictConfig, *, resumes: Callable[[Checkpoint], bool]) 
         try:
             with ExitStack() as observed:
                 _train(job, config, checkpoint, first_step, observed)
-            if stop.peers_go_on:
-                _say_left(job)
-            else:
-                told.set("over", "")
-                _end(job, config, checkpoint, told)
-            if job.report.step + 1 < config.steps:
-                _end_early(job, stop)
+            _loop_ended(job, config, checkpoint, told, stop)
         except JobDone as error:
             sys.stdout.write(f"{error}: there is nothing left to do for this rank\n")
         except TooFewRanks as error:
@@ -222,6 +216,22 @@ def _save(checkpoint: Checkpoint, job: StagedJob) -> bool:
         if checkpoint.ranks.leads:
             _log.warning("%s; training goes on", error)
         return True
+
+
+def _loop_ended(job: StagedJob, config: DictConfig, checkpoint: Checkpoint, told: Any, stop: StopSignal) -> None:
+    """This rank makes no more steps: all are made, or it is told to end; ends the process if there are more to make."""
+    if job.model.last_report is None:  # the checkpoint that it goes on from has all steps
+        told.set("over", "")
+        if job.model.job_rank == 0:
+            finish(job, Path(config.run_dir), (), {}, ())
+        return
+    if stop.peers_go_on:
+        _say_left(job)
+    else:
+        told.set("over", "")
+        _end(job, config, checkpoint, told)
+    if job.report.step + 1 < config.steps:
+        _end_early(job, stop)
 
 
 def _end(job: StagedJob, config: DictConfig, checkpoint: Checkpoint, told: Any) -> None:

@@ -96,6 +96,18 @@ def test_too_few_ranks_leave_a_checkpoint_from_which_a_run_goes_on(tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("resume", ["true", "auto"])
+def test_finished_run_that_is_resumed_says_that_nothing_is_left_to_train(resume: str, tmp_path: Path) -> None:
+    keys = (*KEYS, *TINY, "faults=none", "run_dir=run")
+    run_command("train", 2, *keys, "steps=3", folder=tmp_path)
+    printed = run_command("train", 2, *keys, "steps=3", f"resume={resume}", folder=tmp_path)
+    assert printed.count("nothing left to train: the checkpoint has all steps already") == 1
+    assert "Traceback" not in printed
+    assert [report.step for report in steps_of(tmp_path)] == [0, 1, 2]
+    assert saved_step(tmp_path / "run") == 3
+
+
+@pytest.mark.slow
 def test_rank_that_is_out_when_the_others_end_says_so_and_ends_without_an_error(tmp_path: Path) -> None:
     pace = "+faults.delay={_target_: straggle.lab.faults.RandomDelay, probability: 1, seconds: 0.05}"
     few = (*KEYS, *TINY, "faults=none", pace, "members.min_ranks=1", "steps=30", "run_dir=run")
