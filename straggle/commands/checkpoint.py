@@ -54,6 +54,10 @@ class NotSaved(RuntimeError):
     """A checkpoint could not be written: why, and which is the last complete one. The same on all ranks."""
 
 
+class BehindPeers(NotSaved):
+    """The peers have merged more steps than these ranks have applied, so that there is no state of one step to save."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A directory with one run's state; ``ranks``, all of the job if not given, call the same method together.
@@ -66,18 +70,18 @@ class Checkpoint:
 
     def save(
         self, step: int, model: StagedDataParallel, optimizer: Optimizer, dealt: Mapping[str, Dealer] = _NOTHING
-    ) -> bool:
+    ) -> None:
         """Write the state after ``step`` steps; the checkpoint before it stays complete until this one is.
 
         ``dealt``: what determines the next samples, by name; the same on all ranks. If these are not all ranks of the
-        job, what only the others know is not in it: their random state, and their estimator's memory. False if the
-        peers of one have merged more steps than it has applied, so that there is no state of one step to be had.
-        Raises `NotSaved` if it cannot be written, such as on a full disk.
+        job, what only the others know is not in it: their random state, and their estimator's memory. Raises `NotSaved`
+        if it cannot be written, such as on a full disk, and `BehindPeers` if a rank lacks steps that are merged.
         """
         ranks, state = self.ranks, model.straggle_state(own=self.ranks.are_all)
         merged = int(state[_HISTORY + "num_steps"])
-        if not ranks.are_all and set(ranks.gather((step, merged))) != {(step, step)}:
-            return False
+        if not ranks.are_all and set(seen := ranks.gather((step, merged))) != {(step, step)}:
+            most = max(number for _, number in seen)
+            raise BehindPeers(self._not_saved(step, f"its peers have merged {most} steps, which it has yet to apply"))
         try:
             name = self._on_all(lambda: durable.begin(self.directory, step).name if ranks.leads else "")[0]
             new = self.directory / name
@@ -91,10 +95,7 @@ class Checkpoint:
             self._on_all(lambda: durable.publish(new, about, files) if ranks.leads else None)
         except RefusedByAll as error:
             self._on_all(self._give_up)
-            last = next(iter(durable.snapshots(self.directory)[0]), None)
-            left = "there is no complete one" if last is None else f"the last complete one is that of step {last.step}"
-            raise NotSaved(f"checkpoint {self.directory} of step {step} not saved: {error}; {left}") from None
-        return True
+            raise NotSaved(self._not_saved(step, error)) from None
 
     def exists(self) -> bool:
         """Whether this rank sees one, be it damaged."""
@@ -127,6 +128,11 @@ class Checkpoint:
             _log.warning(
                 "%s was there before this run, which starts from the beginning: kept as %s", self.directory, kept
             )
+
+    def _not_saved(self, step: int, why: object) -> str:
+        last = next(iter(durable.snapshots(self.directory)[0]), None)
+        left = "there is no complete one" if last is None else f"the last complete one is that of step {last.step}"
+        return f"checkpoint {self.directory} of step {step} not saved: {why}; {left}"
 
     def _give_up(self) -> None:
         """Remove what was written of an incomplete checkpoint, to make room; on each rank, as each may have a disk."""

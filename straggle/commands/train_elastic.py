@@ -24,7 +24,7 @@ from omegaconf import DictConfig
 from torch.distributed.device_mesh import DeviceMesh
 
 from straggle.commands.agreement import ALL, OneReplica, OverStore, Ranks, on_all_ranks
-from straggle.commands.checkpoint import Checkpoint, NotSaved
+from straggle.commands.checkpoint import BehindPeers, Checkpoint, NotSaved
 from straggle.commands.config_schema import ConfigurationError
 from straggle.commands.replaying import decisions_of, write_decision, write_shares
 from straggle.commands.result import finish, metrics_of, write_config, write_page
@@ -52,9 +52,9 @@ _log = logging.getLogger(__name__)
 def train_elastic(config: DictConfig, *, resumes: Callable[[Checkpoint], bool]) -> None:
     """The complete run, on one rank. Ends the process with `DO_NOT_RESTART` where the job cannot go on.
 
-    That is where too few ranks are left, and where the job's store is gone.
+    That is where too few ranks are left, where the job's store is gone, and where its result could not be saved.
 
-    Raises `RefusedByAll` on all ranks if it cannot begin, and `NotSaved` if its result could not be saved.
+    Raises `RefusedByAll` on all ranks if it cannot begin.
     """
     run_dir = Path(config.run_dir)
     with _started(config) as (device, replica), StopSignal() as stop, ExitStack() as held:
@@ -78,6 +78,11 @@ def train_elastic(config: DictConfig, *, resumes: Callable[[Checkpoint], bool]) 
             _loop_ended(job, config, checkpoint, told, stop)
         except JobDone as error:
             sys.stdout.write(f"{error}: there is nothing left to do for this rank\n")
+        except NotSaved as error:
+            job.close()
+            if checkpoint.ranks.leads:  # which may be any rank
+                sys.stderr.write(f"{error}\n")
+            exit_at_once(DO_NOT_RESTART)  # a rank that was started again would find that the run is over
         except TooFewRanks as error:
             if told.check(["over"]):  # the others are done, and have left
                 exit_at_once()
@@ -211,11 +216,13 @@ def _is_lowest(job: StagedJob, ranks: Ranks) -> bool:
 def _save(checkpoint: Checkpoint, job: StagedJob) -> bool:
     """Save, after the step that was just made; false if this member is behind its peers, and is to try again."""
     try:
-        return checkpoint.save(job.report.step + 1, job.model, job.optimizer, job.dealt)
+        checkpoint.save(job.report.step + 1, job.model, job.optimizer, job.dealt)
+    except BehindPeers:
+        return False
     except NotSaved as error:  # there may be room for the next one
         if checkpoint.ranks.leads:
             _log.warning("%s; training goes on", error)
-        return True
+    return True
 
 
 def _loop_ended(job: StagedJob, config: DictConfig, checkpoint: Checkpoint, told: Any, stop: StopSignal) -> None:
@@ -286,7 +293,13 @@ def _give_up(job: StagedJob, checkpoint: Checkpoint, error: Exception, members: 
     """The job cannot go on: the lowest of its members saves what there is."""
     sys.stderr.write(f"{error}\n")
     job.model.close()  # else a replica's process is ended after some seconds, and saving may take longer
-    lowest = job.model.rank == min(members, default=None) and job.model.last_report is not None
-    if lowest and _save(checkpoint, job) and checkpoint.ranks.leads:
-        sys.stderr.write(f"{checkpoint.directory} has step {job.report.step + 1}; resume=true goes on from there\n")
+    if job.model.rank == min(members, default=None) and job.model.last_report is not None:
+        done = job.report.step + 1
+        said = f"{checkpoint.directory} has step {done}; resume=true goes on from there"
+        try:
+            checkpoint.save(done, job.model, job.optimizer, job.dealt)
+        except NotSaved as not_saved:
+            said = str(not_saved)
+        if checkpoint.ranks.leads:
+            sys.stderr.write(f"{said}\n")
     exit_at_once(DO_NOT_RESTART)

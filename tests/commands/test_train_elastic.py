@@ -95,6 +95,35 @@ def test_too_few_ranks_leave_a_checkpoint_from_which_a_run_goes_on(tmp_path: Pat
     assert len(set(json.loads((tmp_path / "run" / "summary.json").read_text())["parameters_sha256"])) == 1
 
 
+def no_room_for_a_checkpoint(folder: Path) -> None:
+    (folder / "run").mkdir()
+    (folder / "run" / "checkpoint").symlink_to(folder / "disk" / "that" / "is gone")
+
+
+@pytest.mark.slow
+def test_too_few_ranks_whose_checkpoint_cannot_be_written_do_not_say_that_there_is_one(tmp_path: Path) -> None:
+    no_room_for_a_checkpoint(tmp_path)
+    few = (*TINY, "faults=kill", "faults.kill.rank=0", "faults.kill.step=5", "members.min_ranks=2", "steps=12")
+    status, printed = train(tmp_path, *few, world_size=2)
+    assert status == DO_NOT_RESTART, printed
+    assert "1 of 2 ranks are left (rank 0 left: its process ended by SIGKILL" in printed
+    assert "checkpoint run/checkpoint of step 5 not saved: " in printed
+    assert "there is no complete one\n" in printed
+    assert "resume=true" not in printed
+    assert "training goes on" not in printed
+
+
+@pytest.mark.slow
+def test_result_that_cannot_be_saved_is_told_by_the_rank_that_saves_and_by_the_status(tmp_path: Path) -> None:
+    """Rank 0 is gone for good."""
+    no_room_for_a_checkpoint(tmp_path)
+    alone = (*TINY, "faults=kill", "faults.kill.rank=0", "faults.kill.step=5", "members.min_ranks=1", "steps=12")
+    status, printed = train(tmp_path, *alone, world_size=2, launch=("--max-restarts", "0"))
+    assert status == DO_NOT_RESTART, printed
+    assert printed.count("checkpoint run/checkpoint of step 12 not saved: ") == 1
+    assert "Traceback" not in printed
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("resume", ["true", "auto"])
 def test_finished_run_that_is_resumed_says_that_nothing_is_left_to_train(resume: str, tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from training import features, mlp
 
 from straggle import Epochs, MovingAverage, QuantileDeadline, Rebalance
 from straggle.commands import durable
-from straggle.commands.checkpoint import Checkpoint, NotSaved
+from straggle.commands.agreement import OneReplica
+from straggle.commands.checkpoint import BehindPeers, Checkpoint, NotSaved
 
 
 def trained(module, model, optimizer, rank, steps):
@@ -335,6 +336,28 @@ def test_checkpoint_on_disks_that_are_not_shared_is_refused_and_leaves_nothing_o
         assert len(said) == 2
         assert all("rank 0: " in sentence and "rank1.pt" in sentence for sentence in said)
         assert left == []
+
+
+def save_behind(_rank, directory):
+    """After the second step, a state that has the first one alone; then what it lacked."""
+    checkpoint = Checkpoint(directory / "checkpoint", OneReplica())
+    module = mlp()
+    with staged(module, estimator=MovingAverage()) as model:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        trained(module, model, optimizer, 0, [0, 1])
+        with pytest.raises(BehindPeers) as raised:
+            checkpoint.save(1, model, optimizer)
+        checkpoint.save(2, model, optimizer)
+    return str(raised.value), durable.snapshots(checkpoint.directory)[0][0].step
+
+
+def test_rank_that_has_not_applied_all_merged_steps_says_that_it_saves_nothing(tmp_path):
+    ((sentence, step),) = run_ranks(save_behind, 1, tmp_path)
+    assert sentence.startswith(
+        f"checkpoint {tmp_path / 'checkpoint'} of step 1 not saved: its peers have merged 2 steps"
+    )
+    assert sentence.endswith("there is no complete one")
+    assert step == 2
 
 
 def test_unfinished_checkpoint_is_no_checkpoint(tmp_path):
