@@ -24,7 +24,7 @@ from straggle.members.member import Member
 from straggle.members.moved_round import travels
 from straggle.members.pace import Pace
 from straggle.members.regrouping import Regrouping
-from straggle.members.state_wire import Encoded, encode, receive, send
+from straggle.members.state_wire import Encoded, check_sendable, encode, receive, send
 from straggle.members.view import TOO_FAR_BEHIND, Leaving, View
 from straggle.merge.channel import PeerFailed
 from straggle.merge.coordinator import Coordinator
@@ -187,17 +187,31 @@ class Healing:
         """Take memory for the state if a newcomer asks; it is let in after the step in which that is done."""
         if not self._membership.joins.wanted:
             self._room = None
-        elif self._room is None:
-            self._room = _Room(self._expected_bytes())
-            self._membership.spawn(self._room.take)
+        elif self._room is None and not self._membership.joins.refusal:
+            try:
+                self._room = _Room(self._expected_bytes())
+            except TypeError as error:
+                self._refuse(error)
+            else:
+                self._membership.spawn(self._room.take)
 
     def _expected_bytes(self) -> int:
-        """Expected size of the state; asks only objects that lend their tensors, as others may copy them or block."""
-        states: list[Any] = [self._module.state_dict()]
-        for name, value in self._registered.items():
-            if name.startswith("straggle.") or isinstance(value, (nn.Module, Optimizer)):
-                states.append(value.state_dict())
-        return max(self._given_bytes, _num_bytes(self._source.given(states)) + _OTHER_BYTES)
+        """Expected size of the state; asks only objects that lend their tensors, as others may copy them or block.
+
+        Raises ``TypeError`` if what they have cannot be sent.
+        """
+        lends = {
+            name: value
+            for name, value in self._registered.items()
+            if name.startswith("straggle.") or isinstance(value, (nn.Module, Optimizer))
+        }
+        check_sendable(states := self._of_model(lends))
+        return max(self._given_bytes, _num_bytes(states) + _OTHER_BYTES)
+
+    def _refuse(self, error: TypeError) -> None:
+        """Let no rank in, as none could go on without this state; the members train on."""
+        _log.error("rank %d: no rank can come back to this job: %s", self._channel.name, error)
+        self._membership.joins.refuse(f"the job's members cannot give it their state: {error}")
 
     def _has_room(self) -> bool:
         return (room := self._room) is not None and room.is_taken  # called by other threads too
@@ -205,7 +219,12 @@ class Healing:
     def _give(self, step: int) -> None:
         began_at = time.monotonic()
         room, self._room = self._room, None
-        encoded = encode(self._state(), None if room is None else room.memory)
+        try:
+            encoded = encode(self._state(), None if room is None else room.memory)
+        except TypeError as error:  # of an object that was not asked before
+            self._refuse(error)
+            self._membership.spawn(self._send, encode(str(error)), step)  # no state: the newcomer asks again
+            return
         self._given_bytes = len(encoded.data)
         was_there = room is not None and room.has(encoded.data)
         _log.info(
@@ -218,15 +237,22 @@ class Healing:
 
     def _state(self) -> dict[str, Any]:
         coordinator = self._coordinator
-        of_model = {
-            "module": dict(self._module.state_dict()),
-            "registered": {name: value.state_dict() for name, value in self._registered.items()},
-        }
         return {
-            **self._source.given(of_model),
+            **self._of_model(self._registered),
             "history": coordinator.history.tensors(),
             "deadline_s": coordinator.deadline.seconds,
         }
+
+    def _of_model(self, registered: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of the model and of these objects. Raises ``TypeError``, with the name, for one not to be sent."""
+        module, given = self._source.given(dict(self._module.state_dict())), dict[str, Any]()
+        for name, value in registered.items():
+            state = value.state_dict()
+            try:
+                given[name] = self._source.given(state)
+            except TypeError as error:
+                raise TypeError(f"registered.{name}: {error}") from None
+        return {"module": module, "registered": given}
 
     def _send(self, encoded: Encoded, step: int) -> None:
         until = time.monotonic() + _SEND_S

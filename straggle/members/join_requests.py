@@ -17,13 +17,14 @@ class Refused(ValueError):
 class JoinRequests:
     """Requests by and to one incarnation of one rank. ``description``: what newcomers must share with the members.
 
+    ``refusal``: why no rank at all can be let in; empty if one can be.
     ``wanted``: by member, the requests to be let in that this rank has read; all ranks of a member have to ask.
     """
 
     def __init__(self, rank: int, world_size: int, incarnation: str, seal: Seal, inside: InReplica = ALONE) -> None:
         self._rank, self._world_size, self._incarnation, self._inside = rank, world_size, incarnation, inside
         self._seal = seal
-        self.description = ""
+        self.description = self.refusal = ""
         self.wanted: Mapping[int, str] = {}
         self._number = 0  # the number of the request that was dealt with last
 
@@ -55,7 +56,7 @@ class JoinRequests:
                 continue
             if view.members.get(rank) == incarnation or rank in kept_out:
                 continue
-            if why := _refusal(self.description, description):
+            if why := _refusal(self.description, description) or self.refusal:
                 refused = f"refused/{rank}/{incarnation}"
                 store.set(refused, self._seal.seal(refused, why))
             else:
@@ -69,6 +70,11 @@ class JoinRequests:
             return "", ""
         incarnation, description = json.loads(word)
         return str(incarnation), description
+
+    def refuse(self, why: str) -> None:
+        """From now on let no rank in, and tell those that ask why."""
+        self.refusal = why
+        self.hear_anew()
 
     def hear_anew(self) -> None:
         """Read all requests once more."""

@@ -71,6 +71,11 @@ def encode(state: Any, room: Tensor | None = None) -> Encoded:
     return Encoded(json.dumps(tree, separators=(",", ":")).encode(), data)
 
 
+def check_sendable(state: Any) -> None:
+    """Raise the ``TypeError`` that `encode` would raise; copies nothing."""
+    _describe(state, (), [])
+
+
 def decode(header: bytes, data: Tensor) -> Any:
     """The state that `encode` was given. Its tensors are new, on the CPU, and share no memory with ``data``.
 

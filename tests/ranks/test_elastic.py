@@ -267,6 +267,50 @@ def test_rank_whose_code_raises_between_two_steps_has_not_ended_its_loop():
         assert own.changes[0].left_kinds == {1: "raised"}
 
 
+class Seen:
+    """What a wire of plain values refuses, as a rank that comes back would need it."""
+
+    def state_dict(self):
+        return {"seen": {1}}
+
+    def load_state_dict(self, state):
+        raise AssertionError(state)
+
+
+def train_with_a_set(rank, board, where):
+    with staged(plain(), members=Elastic(min_ranks=1, suspect_s=1.0)) as model:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        if where == "optimizer":
+            optimizer.state[next(model.parameters())] = {"seen": {1}}
+        step = model.register_state(**{where: optimizer if where == "optimizer" else Seen()})
+        while step < board.end:
+            with model.step():
+                time.sleep(0.01)
+                model(torch.full((2, 4), rank + 1.0)).square().mean().backward()
+            step += 1
+            board.note(rank, step)
+        return step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("where", "place"), [("optimizer", "optimizer.state[0].seen"), ("sampler", "sampler.seen")])
+def test_state_that_cannot_be_sent_ends_who_comes_back_with_the_reason_and_no_member(where, place):
+    with run_job(3, train_with_a_set, where) as job:
+        job.walk(6)
+        job.kill(2)
+        job.walk(6, [0, 1])
+        for _ in range(2):
+            job.start(2)
+            error = job.result(2)
+            assert error.kind == "Refused", error
+            assert f"cannot give it their state: registered.{place} is a builtins.set" in error.message
+            assert "give the object that keeps it a state_dict() of" in error.message
+            job.kill(2)
+            job.walk(6, [0, 1])
+        assert job.finish([0, 1])[0] == job.board.end
+        assert job.log().count(f"no rank can come back to this job: registered.{place} is") == 1
+
+
 def stay_in_step_12(rank, step, board):
     while (rank, step) == (1, 12) and "waiting for" not in (board.folder / "log0.0").read_text():
         time.sleep(0.05)

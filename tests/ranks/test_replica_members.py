@@ -160,6 +160,39 @@ def test_replica_leaves_with_the_error_of_one_of_its_ranks() -> None:
         job.finish(ranks_of(0))
 
 
+def _train_with_doubles(rank: int, board: Board) -> int:
+    net = sharded()
+    model = straggle.StagedDataParallel(net, members=straggle.Elastic(min_ranks=1, suspect_s=1.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    first = next(net.parameters())
+    optimizer.state[first]["moment"] = first.detach().double()
+    step = model.register_state(optimizer=optimizer)
+    while step < board.end:
+        with model.step():
+            model(batch(step, rank)).square().mean().backward()
+        step += 1
+        board.note(rank, step)
+    model.close()
+    return step
+
+
+@pytest.mark.slow
+def test_replica_that_cannot_be_given_the_state_of_the_optimizer_hears_it_and_no_member_ends() -> None:
+    with run_job(4, _train_with_doubles, served=True, replica_size=SHARDS) as job:
+        job.walk(6)
+        job.kill(3)
+        job.walk(6, ranks_of(0))
+        start_again(job, 1)
+        for rank in ranks_of(1):
+            raised = job.result(rank)
+            assert isinstance(raised, Raised)
+            assert raised.kind == "Refused", raised
+            assert "cannot give it their state: registered.optimizer: a tensor of shape (" in raised.message
+            assert "torch.float64 is sharded as no parameter is" in raised.message
+        job.walk(6, ranks_of(0))
+        assert job.finish(ranks_of(0)) == [job.board.end] * SHARDS
+
+
 def _wrap_over(rank: int, _board: Board, ranks: list[list[int]]) -> None:
     own = next(own for own in ranks if rank in own)
     group = dist.new_group(own, use_local_synchronization=True)
