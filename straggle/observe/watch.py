@@ -35,7 +35,8 @@ def watch(model: nn.Module, run_dir: str | Path = "runs/watch") -> Watch:
     ``model``: as the loop calls it, a plain module, a ``DistributedDataParallel``, or what ``fully_shard`` or
     ``parallelize_module`` has sharded. Gradients, parameters and collectives do not change. The file
     ``run_dir/watch/rank<r>.jsonl`` is closed when the process ends, or by ``close()``; an older file of this name is
-    overwritten. A thread measures the links between the ranks by pings.
+    overwritten. A thread measures the links between the ranks by pings. If groups of ranks have a
+    ``DistributedDataParallel`` each, the folder of one without rank 0 is ``run_dir/group<r>``, with its lowest rank r.
 
     Raises ``TypeError`` if ``model`` cannot be watched, such as a `StagedDataParallel`, which has reports of its own.
     """
@@ -56,7 +57,8 @@ class Watch:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         job = job_of(model)
-        self.path = Path(run_dir) / FOLDER / f"rank{job.rank}.jsonl"
+        of_group = f"group{lowest}" if (lowest := min(job.group, default=0)) else ""
+        self.path = Path(run_dir) / of_group / FOLDER / f"rank{job.rank}.jsonl"
         watched = _Watched(model, job, WatchFile(self.path, job.head), clock)
         self._recorder = watched.recorder
         self._finalizer = weakref.finalize(model, watched.close)
@@ -100,7 +102,7 @@ class _Watched:
         self._links: WatchedLinks | None = None
         if job.world_size > 1:
             num_bytes = sum(own.numel() * own.element_size() for own in parameters)
-            self._links = WatchedLinks(job.rank, job.world_size, merged_bytes=num_bytes)
+            self._links = WatchedLinks(job.rank, job.world_size, merged_bytes=num_bytes, group=job.group)
         self._step = 0
         self.recorder = Recorder(partial(moment, parameters[0].device, clock), self._written, job.merge)
         self._handles = [

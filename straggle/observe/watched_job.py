@@ -23,6 +23,10 @@ _SHARDED = (
     "Ranks wait for one another inside of the passes, one rank here and another there: a step takes longer than any "
     "rank's own work, and what a deadline would be worth is not known. In evaluations waiting seems to be work."
 )
+_GROUP = (
+    "Ranks are counted within their process group here: they are ranks {} of the job. Waiting for the other ranks of "
+    "the job seems to be work."
+)
 _OWN_CALLS = "Waiting in collectives that the program calls itself seems to be work."
 
 
@@ -30,7 +34,8 @@ _OWN_CALLS = "Waiting in collectives that the program calls itself seems to be w
 class Job:
     """``module``: whose call is the forward pass; ``merge``: see `Recorder`; ``unknown``: sentences.
 
-    ``replica_ranks``: how many ranks have one copy of the model together.
+    ``replica_ranks``: how many ranks have one copy of the model together. ``group``: the ranks of the job that merge
+    their gradients with this one, if these are not all.
     """
 
     kind: str
@@ -40,6 +45,7 @@ class Job:
     merge: str
     replica_ranks: int = 1
     unknown: tuple[str, ...] = ()
+    group: tuple[int, ...] = ()
 
     @property
     def is_sharded(self) -> bool:
@@ -56,8 +62,7 @@ class Job:
 def job_of(model: Any) -> Job:
     """The job that this model is trained in; raises ``TypeError`` or ``ValueError`` if it cannot be watched."""
     if isinstance(model, DistributedDataParallel):
-        group = model.process_group
-        return Job("DDP", model.module, dist.get_rank(group), dist.get_world_size(group), "pass")
+        return _of_ddp(model)
     module = _module_of(model)
     _refuse(module)
     on_ranks = dist.is_available() and dist.is_initialized()
@@ -71,6 +76,16 @@ def job_of(model: Any) -> Job:
     kind = "FSDP2" if units_of(module) else "tensor parallel"
     unknown = (_SHARDED, *unknown, *(() if unknown else (_OWN_CALLS,)))
     return Job(kind, module, rank, world_size, merge, max(map(_num_shards, meshes)), unknown)
+
+
+def _of_ddp(model: DistributedDataParallel) -> Job:
+    group = model.process_group
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    if world_size == dist.get_world_size():
+        return Job("DDP", model.module, rank, world_size, "pass")
+    ranks = tuple(dist.get_process_group_ranks(group))
+    unknown = (_GROUP.format(list(ranks)),)
+    return Job("DDP", model.module, rank, world_size, "pass", unknown=unknown, group=ranks)
 
 
 def units_of(module: nn.Module) -> list[nn.Module]:

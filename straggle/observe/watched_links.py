@@ -33,17 +33,17 @@ def _ways_of(rank: int, words: Sequence[Sequence[float]]) -> list[Way]:
 
 
 class WatchedLinks:
-    """The pings of one rank of a watched job."""
+    """The pings of one rank of a watched job; ``group``: the ranks of the job that these are, if they are not all."""
 
-    def __init__(self, rank: int, world_size: int, *, merged_bytes: int) -> None:
-        store = default_store()
+    def __init__(self, rank: int, world_size: int, *, merged_bytes: int, group: Sequence[int] = ()) -> None:
+        store, corner = default_store(), "/".join([_CORNER, *map(str, group)])
         self._rank, self._world_size = rank, world_size
         self._measured: tuple[tuple[float, Way], ...] = ()  # by the thread that pings
         self._known: list[Way] = []  # by the same thread
         self._asked_at = -math.inf
         self._step, self._merged_at = 0, time.monotonic()
         self._store = JobStore(
-            partial(connect_all, store, _CORNER),
+            partial(connect_all, store, corner),
             place_of(store),
             who=f"rank {rank}",
             without="links are not measured meanwhile",

@@ -296,6 +296,34 @@ def test_a_watched_job_trains_bit_for_bit_as_it_does_alone(kind: str, tmp_path: 
     assert watched == plain
 
 
+def over_a_group(rank: int, folder: Path) -> tuple[list[Any], str]:
+    """Its lines, where ranks 0 and 2 have one model, and ranks 1 and 3 another; and its file."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    model = DistributedDataParallel(Net(), process_group=groups[rank % 2])
+    optimizer = Optimizer(model.parameters(), lr=0.01)
+    with straggle.Watch(model, folder, clock=lambda: Clock.now) as watched:
+        for number in range(11):
+            Clock.spend(DATA, EXTRA * (rank == 3))
+            model(batch(number, rank)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        path = str(watched.path)
+    return [*map(json.loads, Path(path).read_text().splitlines())], path
+
+
+def test_ranks_of_several_groups_have_a_folder_for_each_group(tmp_path: Path) -> None:
+    outcomes = run_ranks(over_a_group, 4, tmp_path)
+    places = [("watch", 0), ("group1/watch", 0), ("watch", 1), ("group1/watch", 1)]
+    for number, ((head, *lines), path) in enumerate(outcomes):
+        folder, rank = places[number]
+        assert path == str(tmp_path / folder / f"rank{rank}.jsonl")
+        assert (head["rank"], head["world_size"]) == (rank, 2)
+        assert f"ranks {[number % 2, number % 2 + 2]} of the job" in head["unknown"][0]
+        assert {line["data_s"] for line in lines[2:]} == {DATA + EXTRA * (number == 3)}
+    assert not answer(tmp_path).slowness.ranks
+    assert [(one.rank, one.named) for one in answer(tmp_path / "group1").slowness.ranks] == [(1, ("data",))]
+
+
 def evaluate(rank: int, folder: Path) -> list[Any]:
     """A model of one process with an evaluation after each second step."""
     model, seen = Net(), Net()
