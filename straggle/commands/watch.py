@@ -14,11 +14,13 @@ from functools import wraps
 from itertools import count
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from straggle.observe.watch import Watch, watch
 from straggle.observe.watch_file import watched_files
@@ -27,6 +29,7 @@ _USAGE = """\
 torchrun ... -m straggle watch [run_dir=DIR] SCRIPT ...
   SCRIPT ...    your script and its own words, as after torchrun; it is not changed
   run_dir=DIR   where each rank's times go; default: runs/watch. A second DDP model has DIR-2, and so on
+                If DDP has several process groups, those without rank 0 have DIR/group1 (their lowest rank), and so on
 Without DDP, the first model that is called with gradients is watched: a plain one, or what fully_shard() has sharded.
 then: python -m straggle advise DIR
 
@@ -52,6 +55,7 @@ def watching(run_dir: Path) -> Callable[[], None]:
     """
     wrapper: Any = DistributedDataParallel
     make, numbers, first = wrapper.__init__, count(1), list[Watch]()
+    lazy, within = WeakSet[nn.Module](), WeakSet[nn.Module]()  # models without sizes yet, and their parts
 
     @wraps(make)
     def made(model: DistributedDataParallel, *positional: Any, **words: Any) -> None:
@@ -60,17 +64,25 @@ def watching(run_dir: Path) -> Callable[[], None]:
         while first:
             first.pop().close()  # it was called before it was wrapped
         number = next(numbers)
-        watch(model, run_dir if number == 1 else run_dir.with_name(f"{run_dir.name}-{number}"))
+        try:
+            watch(model, run_dir if number == 1 else run_dir.with_name(f"{run_dir.name}-{number}"))
+        except (TypeError, ValueError) as error:  # training goes on
+            sys.stderr.write(f"straggle watch: {error}\n")
 
     def before_call(module: nn.Module, _args: Any) -> None:
-        if torch.is_grad_enabled() and any(own.requires_grad for own in module.parameters()):
-            called.remove()
-            try:
-                first.append(watch(module, run_dir))
-            except (TypeError, ValueError) as error:  # training goes on
-                sys.stderr.write(f"straggle watch: {error}\n")
-            else:
-                first[0].forward_begins()  # the hooks of a running call are known already
+        if not torch.is_grad_enabled() or module in within or not any(own.requires_grad for own in module.parameters()):
+            return
+        if module not in lazy and any(map(is_lazy, module.parameters())):  # this call gives them: the next is watched
+            lazy.add(module)
+            within.update(child for child in module.modules() if child is not module)
+            return
+        called.remove()
+        try:
+            first.append(watch(module, run_dir))
+        except (TypeError, ValueError) as error:  # training goes on
+            sys.stderr.write(f"straggle watch: {error}\n")
+        else:
+            first[0].forward_begins()  # the hooks of a running call are known already
 
     called = register_module_forward_pre_hook(before_call)
     wrapper.__init__ = made

@@ -52,6 +52,14 @@ dist.init_process_group("gloo")
 net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
 if sys.argv[1] in ("sharded", "old torch"):
     fully_shard(net, mesh=init_device_mesh("cpu", (2,))).set_force_sum_reduction_for_comms(True)
+if sys.argv[1] == "lazy":
+    net = nn.Sequential(nn.Linear(4, 8), nn.LazyLinear(2))
+if sys.argv[1] == "never called":
+    net[0].spare = nn.LazyLinear(2)
+if sys.argv[1] == "DDP":
+    net[0].spare = nn.LazyLinear(2)  # trained by nobody, and of no size yet
+    net._ddp_params_and_buffers_to_ignore = ["0.spare.weight", "0.spare.bias"]
+    net = nn.parallel.DistributedDataParallel(net)
 if sys.argv[1] == "old torch":
     del FSDPModule.reset_iter_state
 if sys.argv[1] == "staged":
@@ -95,10 +103,19 @@ def test_without_ddp_the_first_model_that_is_called_is_recorded_from_its_first_s
         assert all(line["forward_s"] > 0 and line["backward_s"] > 0 for line in lines)
 
 
+def test_a_model_whose_first_call_gives_its_parameters_their_sizes_is_recorded_from_the_second_on(tmp_path):
+    for (head, *lines), said in run_ranks(watched_without_ddp, 2, str(tmp_path), "lazy"):
+        assert [stage["numel"] for stage in head["stages"]] == [18, 40]
+        assert [line["step"] for line in lines] == [0, 1, 2, 3]
+        assert "uninitialized" not in said
+
+
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
         ("staged", "watch(StagedDataParallel): it has reports of its own"),
+        ("never called", "Attempted to use an uninitialized parameter"),
+        ("DDP", "Attempted to use an uninitialized parameter"),
         ("old torch", f"torch {torch.__version__} has no FSDPModule.reset_iter_state"),
     ],
 )
