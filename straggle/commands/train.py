@@ -90,10 +90,14 @@ def train(config: DictConfig) -> None:
         write_page(run_dir)
 
 
-def _resumes(config: DictConfig, checkpoint: Checkpoint) -> bool:
-    """Whether the run goes on from a checkpoint; as with auto when torchrun has started the workers again."""
+def _resumes(config: DictConfig, checkpoint: Checkpoint, *, begun: bool = True) -> bool:
+    """Whether the run goes on from a checkpoint; as with auto when torchrun has started the workers again.
+
+    ``begun``: whether the run had begun then; if not, a checkpoint that is there is another run's.
+    """
     gather = checkpoint.ranks.gather
-    restarted = any(gather(int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0))  # nodes count differently
+    again = begun and int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
+    restarted = any(gather(again))  # nodes count differently
     if config.resume is True:
         return True
     wanted = config.resume == "auto" or (restarted and config.replay is None)

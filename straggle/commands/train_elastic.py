@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -49,12 +50,13 @@ _STORE_LOST = (StoreUnreachable, dist.DistStoreError, dist.DistNetworkError)
 _log = logging.getLogger(__name__)
 
 
-def train_elastic(config: DictConfig, *, resumes: Callable[[Checkpoint], bool]) -> None:
+def train_elastic(config: DictConfig, *, resumes: Callable[..., bool]) -> None:
     """The complete run, on one rank. Ends the process with `DO_NOT_RESTART` where the job cannot go on.
 
     That is where too few ranks are left, where the job's store is gone, and where its result could not be saved.
 
-    Raises `RefusedByAll` on all ranks if it cannot begin.
+    ``resumes(checkpoint, begun=...)``: whether it goes on from a checkpoint; ``begun``: it had begun when a worker was
+    started again. Raises `RefusedByAll` on all ranks if it cannot begin.
     """
     run_dir = Path(config.run_dir)
     with _started(config) as (device, replica), StopSignal() as stop, ExitStack() as held:
@@ -71,7 +73,10 @@ def train_elastic(config: DictConfig, *, resumes: Callable[[Checkpoint], bool]) 
             held.enter_context(one_run_of_members(run_dir, begins=False))
         else:
             ranks = ALL if group is None else OverStore(told, group, limit_s)
-            first_step = _begin(job, config, Checkpoint(checkpoint.directory, ranks), held, resumes)
+            begun = told.check(["begun"]) or "STRAGGLE_ELASTIC" not in os.environ  # else workers start again one by one
+            all_begin = Checkpoint(checkpoint.directory, ranks)
+            first_step = _begin(job, config, all_begin, held, partial(resumes, begun=begun))
+            told.set("begun", "")
         try:
             with ExitStack() as observed:
                 _train(job, config, checkpoint, first_step, observed)

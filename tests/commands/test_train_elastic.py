@@ -136,6 +136,30 @@ def test_finished_run_that_is_resumed_says_that_nothing_is_left_to_train(resume:
     assert saved_step(tmp_path / "run") == 3
 
 
+DIES_FIRST = """\
+import os, sys
+if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
+    sys.exit(1)
+from straggle.commands.train import main
+main()
+"""
+
+
+@pytest.mark.slow
+def test_run_whose_worker_dies_before_it_begins_does_not_go_on_from_an_earlier_run(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(DIES_FIRST)
+    keys = (*KEYS, *TINY, "faults=none", "run_dir=run")
+    run_command("train", 2, *keys, "steps=3", folder=tmp_path)
+    words = ("--nproc-per-node", 2, *PRELOAD, "--restart-delay-s", 0, "script.py", *keys, "steps=6")
+    with started_command("launch", *words, folder=tmp_path, environment=ALONE) as job:
+        status, printed = ended(job)
+    assert status == 0, printed
+    assert "rank 1 ended with status 1" in printed
+    assert "run/checkpoint was there before this run, which starts from the beginning" in printed
+    assert "step 1/6" in printed
+    assert saved_step(tmp_path / "run") == 6
+
+
 @pytest.mark.slow
 def test_rank_that_is_out_when_the_others_end_says_so_and_ends_without_an_error(tmp_path: Path) -> None:
     pace = "+faults.delay={_target_: straggle.lab.faults.RandomDelay, probability: 1, seconds: 0.05}"
