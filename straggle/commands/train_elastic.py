@@ -252,12 +252,22 @@ def _end(job: StagedJob, config: DictConfig, checkpoint: Checkpoint, told: Any) 
     told.set(f"parameters/{job.model.job_rank}", job.parameters_sha256())
     if not _is_lowest(job, ranks):
         return
-    checkpoint.save(report.step + 1, job.model, job.optimizer, job.dealt)
-    if (done := report.step + 1) < config.steps:
-        if ranks.leads:
-            sys.stdout.write(f"stopped after step {done} of {config.steps}; resume=true goes on from there\n")
-        return
-    scores = job.evaluate()
+    done, not_saved = report.step + 1, None
+    try:
+        checkpoint.save(done, job.model, job.optimizer, job.dealt)
+    except NotSaved as error:
+        not_saved = error
+    if done >= config.steps:
+        _finish(job, config, ranks, told)
+    elif ranks.leads and not_saved is None:
+        sys.stdout.write(f"stopped after step {done} of {config.steps}; resume=true goes on from there\n")
+    if not_saved is not None:
+        raise not_saved
+
+
+def _finish(job: StagedJob, config: DictConfig, ranks: Ranks, told: Any) -> None:
+    """Show the result of the complete run."""
+    report, scores = job.report, job.evaluate()
     if not ranks.leads:
         return
     size, run_dir = job.ranks_per_replica, Path(config.run_dir)

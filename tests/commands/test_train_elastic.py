@@ -121,6 +121,7 @@ def test_result_that_cannot_be_saved_is_told_by_the_rank_that_saves_and_by_the_s
     status, printed = train(tmp_path, *alone, world_size=2, launch=("--max-restarts", "0"))
     assert status == DO_NOT_RESTART, printed
     assert printed.count("checkpoint run/checkpoint of step 12 not saved: ") == 1
+    assert (tmp_path / "run" / "summary.json").exists()
     assert "Traceback" not in printed
 
 
