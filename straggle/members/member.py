@@ -55,6 +55,7 @@ class Member:
         self._tables: list[tuple[int, Table]] = []  # of the steps that were merged while this rank waits for its state
         self._gives_at = -1  # at the beginning of this step a newcomer gets this rank's state
         self._admits_after = -1  # the step after which this rank's replica lets others in: its ranks have agreed on it
+        self._let_in_at = -1  # the step from which on the newcomers of the view that is followed take part
         self.agreed_in = -1  # the last step that all ranks of this rank's replica have merged
 
     @property
@@ -100,7 +101,9 @@ class Member:
             if merging.round is not None:
                 self.notes_of(merging.round)  # made now, with the ranks of the old view
             self._rank.rounds.merge_among(groups, view.ranks, view.generation)
-            self.changed_in = repair.step
+            self.changed_in, self._let_in_at = repair.step, max(self._let_in_at, view.step)
+            if self._admits_after < self._let_in_at:  # another shard was that far earlier: no other view comes
+                self._admits_after = -1
             self._note_healing((self._healing | view.joined) & set(view.ranks))
             self._rank.deadline.of_ranks(len(view.ranks))
             new = self._rank.channel.rank in view.joined and merging.takes_part_from == sys.maxsize
@@ -160,7 +163,7 @@ class Member:
         with self._lock:
             self._rank.channel.epoch += 1
             self._rank.rounds.merge_among_none()
-            merging.takes_part_from, self._gives_at = sys.maxsize, -1
+            merging.takes_part_from, self._gives_at, self._admits_after = sys.maxsize, -1, -1
             self._membership.detector.is_out = True
             if (current := merging.round) is not None:  # whoever still has it would hold the groups' connections
                 current.groups, current.launched, self.notes_of(current).last_message = None, [], None
@@ -251,7 +254,8 @@ class Member:
         """All ranks of the replica have merged the step; ``agreed``: they let others in after the next one.
 
         The states that they give are of one step. If another thread has merged the next step here meanwhile, members
-        are held all the same, or those of other shards would wait for the new view for ever. ``leaves``: they leave.
+        are held all the same, or those of other shards would wait for the new view for ever; but not if that view is
+        followed here already, since none comes after it. ``leaves``: they leave.
         """
         with self._lock:
             step = self._rank.training.step
@@ -259,7 +263,9 @@ class Member:
             if leaves:
                 self.notice.leave_after(step)
             if agreed:
-                self._admits_after, self._gives_at = step, step + 1
+                self._gives_at = step + 1
+            if agreed and step >= self._let_in_at:
+                self._admits_after = step
                 if self._rank.merging.step > step:
                     self._hold(step)
 
@@ -301,7 +307,7 @@ class Member:
         """A step is merged: note which ranks have their state, and which are let in.
 
         If another member had this step complete earlier, the members have changed since. Then newcomers after this step
-        are decided already: no view comes that this rank could wait for.
+        are decided already: no view comes that this rank could wait for. So it is if their view is followed already.
         """
         membership, step, table = self._membership, current.step, current.table
         if self.fell_behind:  # a rank that is to take a state needs nothing of the ring
@@ -321,7 +327,7 @@ class Member:
             self._leave(step, leaving, complete=self.notes_of(current).complete)
         elif self._admits_after == step:  # whoever else holds: without this rank nothing of the next step is merged
             self._hold(step)
-        elif table.admits() and not self.notes_of(current).complete:
+        elif table.admits() and step >= self._let_in_at and not self.notes_of(current).complete:
             leads = membership.inside.size == 1 and table.admits_of(place)
             if leads:
                 self._gives_at = step + 1

@@ -216,9 +216,16 @@ class Membership:
     def admit(self, step: int) -> None:
         """Let in the ranks that have asked: they take part from ``step`` on, and this rank sends them its state."""
         store, view = self.connections.own(), self.view
+        if not self.chain.is_in(view):  # it was put out meanwhile: newcomers would wait for its state
+            return
         new = self.joins.take(store, view)
         following = view.with_joined(new, step=step, giver=self.rank)  # also if none has asked: all members wait for it
         self.chain.propose(store, view, following)
+
+    def go_on(self) -> None:
+        """Write a view with the same members: one that all of them wait for has not come."""
+        view = self.view
+        self.chain.propose(self.connections.own(), view, view.again())
 
     def let_go(self, ranks: frozenset[int]) -> None:
         """Write the view without these ranks, which have announced that they leave."""

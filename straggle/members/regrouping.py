@@ -28,6 +28,7 @@ _ASK_AGAIN_S = 2.0
 _STUCK_S = 12.0  # in one request to the store; connecting succeeds or fails in less
 _ANSWERS, _TURNS = 0, 1  # keys of the store's silence: its answers, and requests that end
 _LEADER_S = 0.1  # for the member that leads to write a view that all of them know
+_VIEW_S = 5.0  # for the view that members wait for to be written; then they go on as they are
 _REPLICA_S = 0.5  # after the merge of a step, for all ranks of a replica to have it, before the members change
 _END_S = 5.0  # for a process whose replica has left to end by itself
 _RETURN_S = 10.0  # within which a returning rank is not counted as missing
@@ -266,14 +267,17 @@ class Regrouping:
         """Wait for the view in which newcomers come in or others are gone; this rank writes it if it leads."""
         membership = self._membership
         began = time.monotonic()
-        if held.leads and not held.leaving and not self._has_come(held):
+        # also if they have changed for another reason: other shards, not as far, wait for newcomers all the same
+        if held.leads and not held.leaving and membership.view.step < held.step:
             self._await_replica(held.step, began + _REPLICA_S)
             membership.admit(held.step)
-        while not self._has_come(held) and (waited_s := time.monotonic() - began) < 5.0:
+        while not self._has_come(held) and (waited_s := time.monotonic() - began) < _VIEW_S:
             if held.leaving and (held.leads or waited_s > _LEADER_S):
                 membership.let_go(held.leaving)
             time.sleep(0.002)
             membership.look()
+        if not self._has_come(held) and membership.is_member and not self._closing:
+            membership.go_on()  # nothing is merged before there is a view
         # not before: if this thread's connection broke with the store that it led to, all members would wait in vain
         if membership.chain.held is held:
             membership.chain.held = None
@@ -281,7 +285,8 @@ class Regrouping:
     def _has_come(self, held: Hold) -> bool:
         if held.leaving:
             return not held.leaving & set(self._membership.view.members)
-        return self._membership.view.generation > self._channel.generation
+        view = self._membership.view
+        return view.generation > self._channel.generation or view.step >= held.step
 
     def _await_replica(self, step: int, until: float) -> None:
         """Wait until all ranks of this one's replica are at ``step``: others' gradients may be on their way there."""

@@ -83,8 +83,9 @@ class Change:
 class View:
     """The members of one generation, each with its incarnation; a restarted process is another incarnation.
 
-    ``changes`` since the view before. Ranks that joined take part from ``step`` on, and get their state from
-    the member ``giver``. ``ended``: ranks whose loop is over; ``returning``: ranks that live and may be let in again.
+    ``changes`` since the view before. Ranks that joined take part from ``step`` on, and get their state from the member
+    ``giver``; in later views that is still the step of those that joined last. ``ended``: ranks whose loop is over;
+    ``returning``: ranks that live and may be let in again.
     ``job``: drawn with the first view, and the same in all that follow it. ``begun``: all members of the first view
     have wrapped their model; until then the view is given up if one of them is restarted.
     """
@@ -122,7 +123,16 @@ class View:
         ended = self.ended | {change.rank for change in changes if change.kind == "done"}
         returning = self.returning | {change.rank for change in changes if change.kind in ("returns", "link")}
         by_link = self.by_link | {change.rank for change in changes if change.kind == "link"}
-        return View(self.generation + 1, left, changes, ended=ended, returning=returning, by_link=by_link, job=self.job)
+        return View(
+            self.generation + 1,
+            left,
+            changes,
+            self.step,
+            ended=ended,
+            returning=returning,
+            by_link=by_link,
+            job=self.job,
+        )
 
     def again(self) -> View:
         """The next view, with the same members."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from members import Board, run_job
 from ranks import Raised
-from replicas import SHARDS, end, hold, hold_up, processes, ranks_of, start_again, train
+from replicas import SHARDS, end, hold, hold_up, late, processes, ranks_of, start_again, train
 
 import straggle
 from straggle.members import agents, healing
@@ -112,6 +112,22 @@ def _train_and_lose_a_state(rank: int, board: Board, deadline: straggle.Deadline
 
     healing.receive = receive_or_lose
     return train(rank, board, deadline)
+
+
+@pytest.mark.slow
+def test_replica_is_let_in_though_one_shard_is_merged_long_after_the_other() -> None:
+    """The view is written before the members of that shard have the step: they wait for no other one."""
+    with run_job(4, train, served=True, replica_size=SHARDS) as job:
+        job.walk(10)
+        job.kill(3)
+        job.walk(10, ranks_of(0))
+        late(job.board, 1).touch()
+        start_again(job, 1)
+        job.wait(lambda: "replicas [0, 1]: replica 1 joined" in job.log(), "the replica is let in")
+        late(job.board, 1).unlink()
+        job.walk(20)
+        results = end(job)
+    assert results[2]["first"] == results[3]["first"] > 10
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ import straggle
 from straggle.stop_signal import StopSignal
 
 SHARDS = 2
+LATE_S = 1.5
 
 
 def sharded(depth: int = 2) -> torch.nn.Module:
@@ -50,6 +51,8 @@ def train(
                 stop.tell(open_step)
                 time.sleep(0.01)
                 model(batch(step, rank)).square().mean().backward()
+                if late(board, rank).exists():
+                    time.sleep(LATE_S)
             torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -79,6 +82,11 @@ def _stay(rank: int, board: Board) -> None:
 def hold(board: Board, rank: int) -> Path:
     """While this file exists, the rank stays in its forward pass."""
     return board.folder / f"hold{rank}"
+
+
+def late(board: Board, rank: int) -> Path:
+    """While this file exists, the rank leaves each step so late that its shards are merged long after the others."""
+    return board.folder / f"late{rank}"
 
 
 def start_again(job: Job, *replicas: int) -> None:

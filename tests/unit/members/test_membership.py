@@ -169,3 +169,16 @@ def test_who_is_started_again_where_no_member_lives_waits_for_none(last_is_done:
     with pytest.raises(JobDone if last_is_done else TooFewRanks, match=r"ranks \[1\] have ended|none of them gives"):
         again.check_done()
     again.close()
+
+
+def test_rank_that_was_put_out_lets_nobody_in() -> None:
+    """Newcomers would wait for the state of a rank that is no member."""
+    store = dist.HashStore()
+    first, other = meet(store, 2, lambda _store, _rank: None)
+    first.leave(DONE)
+    other.look()
+    for one in (first, other):
+        one.admit(7)
+    assert (other.view.generation, other.view.step, other.view.giver) == (2, 7, 1)
+    for one in (first, other):
+        one.close()

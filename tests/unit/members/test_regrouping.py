@@ -83,14 +83,21 @@ def test_rank_that_has_left_follows_no_view_any_more():
     assert (rank.channel.generation, rank.done) == (1, [])
 
 
-def test_rank_whose_connection_broke_with_the_store_lets_newcomers_in_by_another_one():
-    """Its first use of it after the store was started again is in a step before which all members wait for its view."""
-    rank = FollowedOnce(OF_BOTH, is_out=False)
+def holds(rank, held):
+    """The members wait for a view: the thread that follows them begins with that."""
     membership = rank.channel.membership
-    membership.chain.held = Hold(9, leads=True)
+    membership.chain.held = held
     membership.chain.wait_newer = lambda generation, _: (
         membership.chain.held is not None or generation < membership.view.generation
     )
+    membership.look = lambda: None
+    return membership
+
+
+def test_rank_whose_connection_broke_with_the_store_lets_newcomers_in_by_another_one():
+    """Its first use of it after the store was started again is in a step before which all members wait for its view."""
+    rank = FollowedOnce(OF_BOTH, is_out=False)
+    membership = holds(rank, Hold(9, leads=True))
     membership.connections.forget_own = lambda: rank.done.append("another connection")
 
     def admit(step):
@@ -101,6 +108,27 @@ def test_rank_whose_connection_broke_with_the_store_lets_newcomers_in_by_another
 
     membership.admit = admit
     assert rank.follow() == ["admit before 9", "another connection", "admit before 9", "freeze"]
+    assert membership.chain.held is None
+
+
+def test_rank_lets_newcomers_in_though_the_members_have_changed_meanwhile():
+    rank = FollowedOnce(OF_BOTH.again(), is_out=False)  # which it has not followed yet
+    membership = holds(rank, Hold(9, leads=True))
+    membership.admit = lambda step: rank.done.append(f"admit before {step}")
+    assert rank.follow() == ["admit before 9", "freeze"]
+
+
+@pytest.mark.slow
+def test_members_go_on_if_the_view_that_they_wait_for_does_not_come():
+    rank = FollowedOnce(OF_BOTH, is_out=False)
+    membership = holds(rank, Hold(9, leads=False))
+
+    def go_on():
+        rank.done.append("go on")
+        membership.view = OF_BOTH.again()
+
+    membership.go_on = go_on
+    assert rank.follow() == ["go on", "freeze"]
     assert membership.chain.held is None
 
 

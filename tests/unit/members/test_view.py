@@ -89,7 +89,8 @@ def test_view_of_another_job_is_a_value_error(generation, rank):
 
 def test_members_leave_with_their_reasons():
     view = VIEW.without({2: DONE, 1: SILENT, 0: SILENT})
-    assert view == View(4, {3: "0-c"}, (Change.left(0, SILENT), Change.left(2, DONE)), ended=frozenset({2}))
+    changes = (Change.left(0, SILENT), Change.left(2, DONE))
+    assert view == View(4, {3: "0-c"}, changes, VIEW.step, ended=frozenset({2}))
     assert view.joined == frozenset()
 
 
