@@ -14,6 +14,7 @@ from straggle.merge.completion import Completion
 from straggle.merge.groups import ProcessGroups, succeeded
 from straggle.merge.rank_parts import RankParts
 from straggle.merge.round import Round
+from straggle.merge.store import StoreUnreachable
 
 
 class MembersCompletion(Completion):
@@ -36,6 +37,9 @@ class MembersCompletion(Completion):
                 return self._wait(current, self._member.notes_of(current), give_up_s, on_merged)
             except GroupsChanged:
                 self._wait_formed(current)
+            except (PeerFailed, StoreUnreachable):  # the channel raises what ended the job, too
+                self._rank.check_ended()
+                raise
         return None
 
     def groups_for(self, current: Round, epoch: int) -> ProcessGroups | None:

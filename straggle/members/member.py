@@ -63,6 +63,16 @@ class Member:
         """Whether this rank is no member, or waits for the view that lets it in."""
         return self._rank.merging.takes_part_from == sys.maxsize and not self.fell_behind
 
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the training thread is in a step, and not between two; from any thread."""
+        return self._rank.training.entered_at is not None
+
+    @property
+    def knows_end(self) -> bool:
+        """Whether the training thread has raised what ended the job for this rank, or an error of its own."""
+        return self._rank.stand_in.is_known
+
     def notes_of(self, current: Round) -> Notes:
         """The notes kept with a round, with the current members' ranks."""
         return notes_of(current, self._rank.rounds.ranks)

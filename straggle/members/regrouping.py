@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from straggle.members.elastic import ElasticChannel
 from straggle.members.member import Member
-from straggle.members.membership import TooFewRanks
+from straggle.members.membership import JobDone, TooFewRanks
 from straggle.members.view import Leaving, MergeProgress, Silence, View, progress_length, repair
 from straggle.members.view_chain import Hold
 from straggle.merge.channel import GroupsChanged, PeerFailed
@@ -91,20 +91,29 @@ class Regrouping:
                     time.sleep(_LOOK_S)
         except BaseException as error:
             if not self._closing:
-                self._channel.ended = error
                 self._member.end(error)
+                self._channel.ended = error
                 if isinstance(error, TooFewRanks):
                     self._membership.end(str(error))
                 if self._membership.inside.size > 1:
                     threading.Thread(target=self._end_process, args=(error,), daemon=True).start()
 
     def _end_process(self, error: BaseException) -> None:
-        """End this process unless it ends, or closes the model: it may hang in a collective of the user's for ever."""
-        time.sleep(_END_S)
-        if not self._closing:
-            _log.error("%s; this process has not ended by itself in %g s, and is ended", error, _END_S)
-            sys.stderr.flush()
-            os._exit(1)
+        """End this process if it hangs in a collective of the user's, for which others of its replica may not come.
+
+        Not if it closes the model, or knows the error: it may save a checkpoint then. Between two steps, as in an
+        evaluation, it is given the time to come to the next one, unless the replica is no longer whole.
+        """
+        left_s, whole = _END_S, isinstance(error, TooFewRanks | JobDone | StoreUnreachable)
+        while left_s > 0:
+            time.sleep(_LOOK_S)
+            if self._closing or self._member.knows_end:
+                return
+            if self._member.is_in_step or not whole:
+                left_s -= _LOOK_S
+        _log.error("%s; this process has not ended by itself in %g s, and is ended", error, _END_S)
+        sys.stderr.flush()
+        os._exit(1)
 
     def _look(self) -> None:
         """Do what is due now, or wait for a moment."""

@@ -119,6 +119,7 @@ class Members(Wing):
 
     def enter(self) -> None:
         """Give this rank's state to a newcomer, or wait for another rank's state."""
+        self._rank.stand_in.is_known = False
         if self.comes_late:
             self._come_late()
         self.healing.before_step()
@@ -159,6 +160,7 @@ class Members(Wing):
 
     def failed(self, what: str) -> None:
         """Leave the members, so that the peers go on."""
+        self._rank.stand_in.is_known = True
         membership = self.channel.membership
         if membership.inside.size > 1 and (PeerFailed.__name__ in what or is_of_peer(RuntimeError(what))):
             self._await_view_without_replica()  # which names the rank that is gone, as this error does not

@@ -91,8 +91,7 @@ class RankParts:
 
     def check_ended(self) -> None:
         """Raise what ended the job for this rank, if anything did."""
-        if self.stand_in.error is not None:
-            raise self.stand_in.error
+        self.stand_in.check()
 
     def check_device(self) -> None:
         """Raise what ended this rank, if its device is stuck, or a peer's."""

@@ -71,6 +71,7 @@ class StandIn:
         self._unposted = False  # the stand-in has yet to report that this rank has finished, if that is needed
         self._posted_stuck_s = 0  # for how long the training thread is stuck, as last reported
         self.error: BaseException | None = None  # what ended the thread
+        self.is_known = False  # the training thread has raised that, or an error of its own, and is in no step since
         self.place: Callable[[], str] = str  # where the training thread is, in words; called without the lock
 
     @property
@@ -184,6 +185,12 @@ class StandIn:
         self._training.stop_up_to(sys.maxsize)
         self._wakes.notify()
         self._merging.step_merged.notify_all()
+
+    def check(self) -> None:
+        """Raise what ended the thread, if anything did; by any thread, also without the lock."""
+        if self.error is not None:
+            self.is_known |= threading.current_thread() is not self._thread
+            raise self.error
 
     def end_unlocked(self, error: BaseException) -> None:
         """The same, without the lock: a training thread that waits for its device may have it, and raises later."""

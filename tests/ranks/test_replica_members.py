@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from members import Board, run_job
 from ranks import Raised, run_ranks
-from replicas import SHARDS, end, kill_in_forward, ranks_of, sharded, start_again, train
+from replicas import SHARDS, end, kill_in_forward, ranks_of, rest, sharded, start_again, train
 from sharding import Blocks, batch, mesh_of, shard
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import straggle
 from straggle.source.given_state import given, taken
+
+LONG_S = 7.0  # longer than what a process of a replica that hangs has to end by itself
 
 
 @pytest.mark.slow
@@ -118,6 +121,34 @@ def test_job_ends_with_fewer_replicas_than_it_may_have() -> None:
             assert isinstance(raised, Raised)
             assert raised.kind == "TooFewRanks"
             assert "1 of 2 replicas are left (replica 1 left: rank 3 of it: no sign of life" in raised.message
+
+
+def _train_and_save(rank: int, board: Board) -> str:
+    try:
+        train(rank, board, None, None)
+    except straggle.PeerFailed as error:
+        (board.folder / f"saves{rank}").touch()
+        time.sleep(LONG_S)
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_ranks_whose_replica_is_whole_have_time_for_their_own_work_when_the_job_ends() -> None:
+    """They evaluate when the job ends, and catch its error to save a checkpoint."""
+    with run_job(4, _train_and_save, served=True, replica_size=SHARDS) as job:
+        job.walk(10)
+        for rank in ranks_of(0):
+            rest(job.board, rank).touch()
+        job.wait(lambda: all((job.folder / f"rests{rank}").exists() for rank in ranks_of(0)), "ranks 0 and 1 rest")
+        job.kill(3)
+        job.wait(lambda: "replica 1 left" in job.log(), "the replica leaves")
+        time.sleep(LONG_S)
+        for rank in ranks_of(0):
+            rest(job.board, rank).unlink()
+        for rank in ranks_of(0):
+            job.wait((job.folder / f"saves{rank}").exists, f"rank {rank} saves")
+            assert "1 of 2 replicas are left" in str(job.result(rank))
 
 
 def _train_or_raise(rank: int, board: Board) -> dict[str, object]:

@@ -61,6 +61,7 @@ def train(
             different += [step] if report.different_ranks else []
             step = report.step + 1
             board.note(rank, step)
+            _rest(rank, board)
             if stop.agreed(report):
                 break
     content = hashlib.sha256()
@@ -77,6 +78,18 @@ def _stay(rank: int, board: Board) -> None:
     while hold(board, rank).exists():
         (board.folder / f"held{rank}").touch()
         time.sleep(0.02)
+
+
+def _rest(rank: int, board: Board) -> None:
+    """Between two steps: the same."""
+    while rest(board, rank).exists():
+        (board.folder / f"rests{rank}").touch()
+        time.sleep(0.02)
+
+
+def rest(board: Board, rank: int) -> Path:
+    """While this file exists, the rank rests between two steps, as in an evaluation."""
+    return board.folder / f"rest{rank}"
 
 
 def hold(board: Board, rank: int) -> Path:
