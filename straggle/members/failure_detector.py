@@ -16,7 +16,7 @@ from straggle.members.in_replica import ALONE, InReplica
 from straggle.members.join_requests import JoinRequests
 from straggle.members.refill import Refill
 from straggle.members.stored_view import StoreEmptied
-from straggle.members.view import Elastic, Leaving, Silence, View, leader
+from straggle.members.view import DONE, Elastic, Leaving, Silence, View, leader
 from straggle.members.view_chain import ViewChain
 from straggle.merge.store import StoreUnreachable
 
@@ -29,12 +29,18 @@ _DEAD_S = 60.0  # silence of all members that have the job's state: longer than 
 _log = logging.getLogger(__name__)
 
 
+def key_of_end(incarnation: str, rank: int) -> str:
+    """The key in the store of a rank of a replica whose loop is over; others of it may still have work to do."""
+    return f"ended/{incarnation}/{rank}"
+
+
 class FailureDetector:
     """Watches the members for one incarnation of one rank, from `start` to `stop`; it also beats at each look.
 
     ``exited(store, rank)`` is how the rank's last process ended, if an agent has reported it. At least ``least``
     members stay when one is put out because of its link. A rank of a replica watches those of the other replicas that
-    have its shard, and the next one of its own: a replica is put out if one of its ranks is gone.
+    have its shard, and the next one of its own: a replica is put out if one of its ranks is gone before its loop is
+    over.
     """
 
     def __init__(
@@ -55,6 +61,7 @@ class FailureDetector:
         self.without_state: frozenset[int] = frozenset()  # members that wait for their state; written by the merge
         self.is_out = False  # this rank is no member, or its view is not formed yet; written by the merge
         self.kept_out: Mapping[int, Leaving] = {}  # ranks that are no members until their link is back; see `keep_out`
+        self.is_in_step: Callable[[], bool] = lambda: False  # whether the training thread is in a step
         self.alone = False  # this rank is no member, and no member gives a sign of life
         self.lost_of_replica = ""  # this rank is no member, and why a rank of its replica will not come back, if so
         self.num_looks = 0  # looks that the store has answered
@@ -195,13 +202,14 @@ class FailureDetector:
         self._silence.look(now, signs)
         broken = now - self._broken_at < _BROKEN_S
         limit_s = min(_QUICK_S, self._elastic.suspect_s) if broken else self._elastic.suspect_s
-        gone = {
-            self._member(rank): Leaving("silent", self._said(rank, f"no sign of life for {limit_s:g} s"))
+        lost = {
+            rank: Leaving("silent", self._said(rank, f"no sign of life for {limit_s:g} s"))
             for rank in self._silence.longer_than(limit_s)
         }
         for rank in signs:
             if ended := self._ended(store, view.members, rank):
-                gone[self._member(rank)] = Leaving("ended", ended)
+                lost[rank] = Leaving("ended", ended)
+        gone = {self._member(rank): why for rank in lost if (why := self._why(store, view.members, rank, lost[rank]))}
         if not (broken or self._have_state(view.without(gone), view)):
             dead = set(map(self._member, self._silence.longer_than(_DEAD_S)))
             gone = {member: why for member, why in gone.items() if why.kind != "silent" or member in dead}
@@ -235,10 +243,26 @@ class FailureDetector:
 
     def _ended(self, store: Any, members: Mapping[int, str], rank: int) -> str:
         """How the process of this rank of a member ended, if its agent has reported it."""
+        ended = self._exit_of(store, members, rank)
+        return "" if ended is None else self._said(rank, f"its process ended {ended}")
+
+    def _exit_of(self, store: Any, members: Mapping[int, str], rank: int) -> Exited | None:
         ended, incarnation = self._exited(store, rank), members[self._member(rank)]
-        if ended is None or ended.count < int(incarnation.partition("-")[0]):
-            return ""
-        return self._said(rank, f"its process ended {ended}")
+        return None if ended is None or ended.count < int(incarnation.partition("-")[0]) else ended
+
+    def _why(self, store: Any, members: Mapping[int, str], rank: int, lost: Leaving) -> Leaving | None:
+        """Why the member of a ``lost`` rank leaves. ``None``: it does not.
+
+        A replica leaves with the last of its ranks, so one whose loop is over is not missed. It is if this rank is of
+        the same replica, and in a step: without the other it would not come to the end of that.
+        """
+        inside, member = self._inside, self._member(rank)
+        if inside.size == 1 or (member == self._chain.rank and self.is_in_step()):
+            return lost
+        over = [store.check([key_of_end(members[member], each)]) for each in (rank, *inside.ranks(member))]
+        if not over[0] or ((ended := self._exit_of(store, members, rank)) is not None and ended.code != 0):
+            return lost
+        return DONE if all(over) else None
 
     def _member(self, rank: int) -> int:
         return rank // self._inside.size

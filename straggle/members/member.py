@@ -41,6 +41,7 @@ class Member:
         self._rank = rank
         self._lock = rank.merging.lock
         self._membership = membership
+        membership.detector.is_in_step = lambda: self.is_in_step
         self.notice = Notice(membership, is_out=lambda: self.is_out)
         self.links: PutOut | None = None  # who is put out because of its link; `None`: no rank
         self.changed_in = -1  # the step in which the members changed last, the same on all of them

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from straggle.members.agents import Exited, over, post_over
 from straggle.members.connections import Connections
-from straggle.members.failure_detector import FailureDetector
+from straggle.members.failure_detector import FailureDetector, key_of_end
 from straggle.members.heartbeat import Heartbeat, signs_of, step_in
 from straggle.members.in_replica import ALONE, InReplica
 from straggle.members.join_requests import JoinRequests
@@ -281,6 +281,7 @@ class Membership:
         until = time.monotonic() + _LINGER_S
         try:
             with self.connections.lent() as store:
+                store.set(key_of_end(self.incarnation, self.inside.rank(self.rank)), "")
                 is_last = store.add(f"ended/{self.incarnation}", 1) >= self.inside.size
                 while self.is_member and time.monotonic() < until:
                     own = [self.inside.rank(member) for member in self.view.ranks]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -16,9 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import straggle
+from straggle.members import agents
+from straggle.members.agents import Exited
 from straggle.source.given_state import given, taken
 
 LONG_S = 7.0  # longer than what a process of a replica that hangs has to end by itself
+MISSED_S = 20.0  # longer than that after another rank of its replica was missed
 
 
 @pytest.mark.slow
@@ -149,6 +153,27 @@ def test_ranks_whose_replica_is_whole_have_time_for_their_own_work_when_the_job_
         for rank in ranks_of(0):
             job.wait((job.folder / f"saves{rank}").exists, f"rank {rank} saves")
             assert "1 of 2 replicas are left" in str(job.result(rank))
+
+
+def _train_and_plot(rank: int, board: Board) -> dict[str, object]:
+    """All ranks but one have work to do after the loop, and have not closed their models."""
+    return train(rank, board, after=None if rank == 3 else partial(time.sleep, MISSED_S))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", [True, False], ids=["process ends", "process goes on"])
+def test_rank_of_a_replica_may_work_for_long_after_the_loop_when_the_others_have_ended(ends: bool) -> None:
+    environment = {"STRAGGLE_ELASTIC": "1"}  # an agent, which the test is, reports who has ended
+    with run_job(4, _train_and_plot, environment=environment, served=True, replica_size=SHARDS) as job:
+        job.walk(10)
+        job.board.end = job.furthest + 20
+        job.result(3)
+        if ends:
+            agents.post_exited(job.connect(), 3, Exited(0, 1.0, code=0))
+        results = [job.result(rank) for rank in range(4)]
+    assert not any(isinstance(own, Raised) for own in results), results
+    assert len({own["step"] for own in results}) == 1
+    assert {kind for change in results[0]["changes"] for kind in change.left_kinds.values()} <= {"done"}
 
 
 def _train_or_raise(rank: int, board: Board) -> dict[str, object]:

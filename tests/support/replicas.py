@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -29,9 +30,16 @@ def sharded(depth: int = 2) -> torch.nn.Module:
 
 
 def train(
-    rank: int, board: Board, deadline: straggle.Deadline | None = None, min_ranks: int | None = 1
+    rank: int,
+    board: Board,
+    deadline: straggle.Deadline | None = None,
+    min_ranks: int | None = 1,
+    after: Callable[[], object] | None = None,
 ) -> dict[str, object]:
-    """Train until the test ends it; what there is of the parameters, and what was reported."""
+    """Train until the test ends it; what there is of the parameters, and what was reported.
+
+    ``after()``: what this rank does before it closes its model.
+    """
     net = sharded()
     net.blocks[1].register_forward_pre_hook(lambda *_: _stay(rank, board))  # type: ignore[union-attr,operator]
     model = straggle.StagedDataParallel(
@@ -67,6 +75,8 @@ def train(
     content = hashlib.sha256()
     for value in (*net.parameters(), *(own for state in optimizer.state.values() for own in state.values())):
         content.update((value.to_local() if hasattr(value, "to_local") else value).detach().numpy().tobytes())
+    if after is not None:
+        after()
     model.close()
     told = {"requested": stop.requested, "peers_go_on": stop.peers_go_on}
     own = {"first": first, "hash": content.hexdigest(), "different": different, "changes": changes, "step": step}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -10,10 +11,11 @@ import torch.distributed as dist
 
 from straggle.members.agents import Exited
 from straggle.members.ask_replica import AskReplica, all_have_state
+from straggle.members.failure_detector import key_of_end
 from straggle.members.in_replica import ALONE, InReplica
 from straggle.members.join_requests import JoinRequests
 from straggle.members.membership import Membership
-from straggle.members.view import Elastic, Seal, View
+from straggle.members.view import DONE, Change, Elastic, Seal, View
 
 SEAL = Seal("secret")
 LIMIT_S = 20.0
@@ -83,9 +85,12 @@ def test_rank_says_no_if_it_would_let_nobody_in(word: int) -> None:
     assert word == 0
 
 
-@pytest.mark.parametrize(("number", "notices"), [(1, True), (2, True), (0, False)])
-def test_end_of_a_rank_puts_out_its_replica_and_is_seen_by_its_shard_and_inside(number: int, notices: bool) -> None:
-    store, ended = dist.HashStore(), dict[int, Exited]()
+def watched(number: int, exited: Exited, *, over: Sequence[int] = (), in_step: bool = False) -> Sequence[Change]:
+    """What rank ``number`` of two replicas with two ranks each changes when rank 3 has ended.
+
+    ``over``: the ranks whose loops are over. ``in_step``: it is in a step.
+    """
+    store, ended = dist.HashStore(), {3: exited}
     ranks = [
         Membership(
             rank // 2,
@@ -102,14 +107,42 @@ def test_end_of_a_rank_puts_out_its_replica_and_is_seen_by_its_shard_and_inside(
     ranks[0].chain.begin(store, first)
     for one in ranks:
         one.chain.look(store)
-    ended[3] = Exited(0, 1.0, signal="SIGKILL")
+    for rank in over:
+        store.set(key_of_end(f"0-{rank // 2}", rank), "")
     watching, until = ranks[number], time.monotonic() + LIMIT_S
-    watching.detector.is_on = True
+    watching.detector.is_on, watching.detector.is_in_step = True, lambda: in_step
     watching.detector.start()
     while watching.view == first and watching.detector.num_looks < 3:
         assert time.monotonic() < until
         time.sleep(0.01)
     watching.close()
-    assert [(change.rank, change.reason) for change in watching.view.changes] == (
+    return watching.view.changes
+
+
+KILLED, DID_ITS_WORK = Exited(0, 1.0, signal="SIGKILL"), Exited(0, 1.0, code=0)
+
+
+@pytest.mark.parametrize(("number", "notices"), [(1, True), (2, True), (0, False)])
+def test_end_of_a_rank_puts_out_its_replica_and_is_seen_by_its_shard_and_inside(number: int, notices: bool) -> None:
+    assert [(change.rank, change.reason) for change in watched(number, KILLED)] == (
         [(1, "rank 3 of it: its process ended by SIGKILL, after 1.0 s")] if notices else []
     )
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_replica_stays_while_one_of_its_ranks_has_work_to_do_after_the_loop(number: int) -> None:
+    assert not watched(number, DID_ITS_WORK, over=[3])
+
+
+def test_replica_whose_loop_is_over_on_all_ranks_has_done_its_work() -> None:
+    assert watched(1, DID_ITS_WORK, over=[2, 3]) == (Change.left(1, DONE),)
+
+
+@pytest.mark.parametrize(
+    ("exited", "over", "in_step"),
+    [(DID_ITS_WORK, [3], True), (DID_ITS_WORK, [2], False), (KILLED, [3], False)],
+    ids=["another rank of it needs it", "in its loop", "killed after it"],
+)
+def test_replica_leaves_with_a_rank_that_is_missed(exited: Exited, over: list[int], in_step: bool) -> None:
+    ((rank, kind),) = [(own.rank, own.kind) for own in watched(2, exited, over=over, in_step=in_step)]
+    assert (rank, kind) == (1, "ended")
