@@ -175,8 +175,12 @@ class Healing:
             self._membership.leave(Leaving("returns", f"returns: {lost}"), for_good=False)
 
     def _lost_state(self) -> str:
-        """Why the awaited state will not come; empty if it may still come, or if this rank waits for none."""
-        if (arrival := self._arrival) is None or arrival.state is not None:
+        """Why the awaited state will not come, or comes too late; empty if it may still come, or if none is awaited."""
+        if (arrival := self._arrival) is None:
+            return ""
+        if (step := self._rank.training.step) > self._rank.merging.takes_part_from == arrival.view.step:
+            return f"it was told to end, and went on to step {step} without the state of step {arrival.view.step}"
+        if arrival.state is not None:
             return ""
         giver, members = arrival.view.giver, self._membership.view.members
         if members.get(giver) != arrival.view.members[giver]:
