@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from straggle.members.member import Member
@@ -18,6 +19,7 @@ from straggle.merge.store import peek
 
 _WORDS = 2**20 - 1
 _LOOK_S = 0.01
+_RETRY_S = 0.2  # a broken connection to the store
 _ALL, _NONE = "all", "none"
 
 
@@ -51,11 +53,29 @@ class AskReplica:
             self._member.lose_state()
 
 
-def all_have_state(store: Any, key: str, rank: int, ranks: Sequence[int], awaits: Callable[[], bool]) -> bool:
+def all_have_state(
+    lent: Callable[[], AbstractContextManager[Any]],
+    key: str,
+    rank: int,
+    ranks: Sequence[int],
+    awaits: Callable[[], bool],
+) -> bool:
     """Wait until all ``ranks`` of a replica have got their state, as this one has. All of them get the same answer.
 
     ``awaits()``: whether this rank still waits for the others; otherwise they are not to go on from it either.
+    ``lent()``: a connection to the store. If it breaks, the answer may be there all the same, so another one is tried.
     """
+    while True:
+        try:
+            with lent() as store:
+                return _all_have_state(store, key, rank, ranks, awaits)
+        except (RuntimeError, OSError):
+            if not awaits():
+                raise
+            time.sleep(_RETRY_S)
+
+
+def _all_have_state(store: Any, key: str, rank: int, ranks: Sequence[int], awaits: Callable[[], bool]) -> bool:
     store.set(f"{key}/{rank}", "")
     while (answer := peek(store, key)) is None:
         if store.check([f"{key}/{each}" for each in ranks]):

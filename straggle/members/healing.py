@@ -349,9 +349,9 @@ class _Arrival:
         membership = self._channel.membership
         if (inside := membership.inside).size > 1:
             own, ranks = inside.rank(member := membership.rank), inside.ranks(member)
-            with membership.connections.lent() as store:
-                if not all_have_state(store, f"have/{self.view.generation}/{member}", own, ranks, awaits):
-                    raise RuntimeError("another rank of its replica has not got its own")
+            key, lent = f"have/{self.view.generation}/{member}", membership.connections.lent
+            if not all_have_state(lent, key, own, ranks, awaits):
+                raise RuntimeError("another rank of its replica has not got its own")
 
 
 def _pair(channel: ElasticChannel, view: View, rank: int, *, place: int) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -59,8 +61,23 @@ def test_all_ranks_of_a_replica_go_on_from_their_states_or_none(come: bool) -> N
     store = dist.HashStore()
     if come:
         store.set("have/1", "")
-    assert all_have_state(store, "have", 0, [0, 1], awaits=lambda: False) == come
-    assert all_have_state(store, "have", 1, [0, 1], awaits=lambda: True) == come  # the other one has decided
+    lent = partial(nullcontext, store)
+    assert all_have_state(lent, "have", 0, [0, 1], awaits=lambda: False) == come
+    assert all_have_state(lent, "have", 1, [0, 1], awaits=lambda: True) == come  # the other one has decided
+
+
+def test_rank_whose_connection_breaks_gets_the_answer_by_another_one() -> None:
+    """The other ranks of its replica go on from their states."""
+    store, broken = dist.HashStore(), SimpleNamespace(set=_break)
+    connections = [broken, broken, store]
+    store.set("have/1", "")
+    assert all_have_state(lambda: nullcontext(connections.pop(0)), "have", 0, [0, 1], awaits=lambda: True)
+    with pytest.raises(dist.DistNetworkError):
+        all_have_state(lambda: nullcontext(broken), "have", 0, [0, 1], awaits=lambda: False)
+
+
+def _break(*_words: str) -> None:
+    raise dist.DistNetworkError("connection reset by peer")
 
 
 def ask(wanted: dict[int, str], *, healing: frozenset[int] = frozenset(), rank: int = 0) -> int:
