@@ -56,28 +56,30 @@ def test_the_narrow_link_is_named_and_columns_add_up(tmp_path: Path) -> None:
     assert any("Rank 1's link was slow from step" in sentence for sentence in advise(run, numbers_of(run)))
 
 
-def train_until_it_is_out(rank: int, names: list[str]) -> tuple[int, str]:
-    """In which step the others are without the rank at half the rate first, and why."""
+def train_until_it_is_out(rank: int, names: list[str]) -> list[tuple[int, str]]:
+    """In which steps this rank saw that the one at half the rate was put out for its link, and why; all end then."""
     enter(names[rank])
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 512))
-    changes: list[MembersReport] = []
-    out: list[int] = []
+    seen: list[tuple[int, str]] = []
+
+    def look(change: MembersReport) -> None:
+        if (why := change.left.get(NARROW, "")).startswith("its link is slow: "):
+            seen.append((change.step, why))
+
     with staged(model, members=Elastic()) as wrapped, contextlib.suppress(JobDone):
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
         wrapped.register_state(optimizer=optimizer)
-        wrapped.register_members_hook(changes.append)
-        # on a busy machine another one's link may look slow, too
-        while len(out) < 5 or not any(NARROW in change.left for change in changes):
-            with wrapped.step():
+        wrapped.register_members_hook(look)
+        over = 0.0
+        while not over:
+            with wrapped.step() as step:
+                step.log(over=float(bool(seen)))
                 wrapped(torch.randn(8, 256)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            report = wrapped.last_report
-            out += [report.step] * report.ranks[NARROW].absent
-    if rank == NARROW:
-        return -1, ""
-    return out[0], next(change.left[NARROW] for change in changes if NARROW in change.left)
+            over = wrapped.last_report.scalars.get("over", 0.0)
+    return seen
 
 
 @pytest.mark.slow
@@ -85,6 +87,7 @@ def test_member_at_half_the_rate_is_put_out_because_the_others_merge_more_withou
     rates = {**{host: 20.0 for host in range(4) if host != NARROW}, NARROW: 10.0}
     with made_network(4, {host: {"rate": 8e6 * rate} for host, rate in rates.items()}) as network:
         found = run_ranks(train_until_it_is_out, 4, list(network.names), timeout_s=300.0)
-    ((step, why),) = {own for rank, own in enumerate(found) if rank != NARROW}
-    assert step > AFTER_LOOKS
-    assert why.startswith("its link is slow: ")
+    # on a busy machine the link of another one may look slow, too: it is out, and sees nothing, or more
+    seen = [own for rank, own in enumerate(found) if rank != NARROW and own]
+    assert seen
+    assert all(step > AFTER_LOOKS for (step, _), *_ in seen)
