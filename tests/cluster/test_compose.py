@@ -445,8 +445,9 @@ def test_worker_that_is_killed_paused_cut_off_or_stopped_comes_back_while_the_ot
         codes = {
             run("docker", "inspect", "-f", "{{.State.ExitCode}}", f"{cluster.name}-{name}-1") for name in cluster.ranks
         }
+        # all were told, and the last of them left a checkpoint
+        assert codes == {str(STOPPED_BY_SIGTERM)}, cluster.compose("logs", "--timestamps", "--tail", "20", *cluster.ranks)
         saved = json.loads(cluster.file("checkpoint/step*/state.json"))["step"]
-    assert codes == {str(STOPPED_BY_SIGTERM)}  # all were told, and the last of them left a checkpoint
     assert saved > told["step"]
     assert told["left_kinds"] == {"1": "notice"}
     assert re.search(r'straggle_members_changes_total\{.*reason="notice".*\} 1\.0', served), served
