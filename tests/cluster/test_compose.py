@@ -429,7 +429,7 @@ def test_worker_that_is_killed_paused_cut_off_or_stopped_comes_back_while_the_ot
         steps = cluster.lines("trace.jsonl")
         changes = cluster.lines("members.jsonl")
         stopped = f"{cluster.name}-rank1-1"
-        run("docker", "stop", stopped)  # SIGTERM: it leaves
+        run("docker", "stop", "-t", "60", stopped)  # SIGTERM: it leaves; a loaded engine needs longer than its 20 s
         cluster.wait_changed(1, "left")
         assert run("docker", "inspect", "-f", "{{.State.ExitCode}}", stopped) == str(STOPPED_BY_SIGTERM)  # not SIGKILL
         cluster.wait_more_steps()
@@ -441,12 +441,13 @@ def test_worker_that_is_killed_paused_cut_off_or_stopped_comes_back_while_the_ot
         page = run("docker", "exec", asked, "cat", "/runs/latest/report.html")
         run("docker", "start", stopped)
         cluster.wait_changed(1, "joined")
-        cluster.compose("stop", *cluster.ranks)
+        cluster.compose("stop", "--timeout", "60", *cluster.ranks)  # a loaded engine needs longer than theirs
         codes = {
             run("docker", "inspect", "-f", "{{.State.ExitCode}}", f"{cluster.name}-{name}-1") for name in cluster.ranks
         }
         # all were told, and the last of them left a checkpoint
-        assert codes == {str(STOPPED_BY_SIGTERM)}, cluster.compose("logs", "--timestamps", "--tail", "20", *cluster.ranks)
+        logs = cluster.compose("logs", "--timestamps", "--tail", "20", *cluster.ranks)
+        assert codes == {str(STOPPED_BY_SIGTERM)}, logs
         saved = json.loads(cluster.file("checkpoint/step*/state.json"))["step"]
     assert saved > told["step"]
     assert told["left_kinds"] == {"1": "notice"}
