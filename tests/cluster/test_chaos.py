@@ -380,13 +380,13 @@ def test_rank_with_a_quarter_of_a_cpu_hands_in_what_it_has():
     check_replicas_and_counters(results)
     reports = reports_of(results)
     victim = [report.ranks[1] for report in reports]
-    assert not all(rank.late for rank in victim[:6])  # its work alone is no reason
+    assert sum(rank.late for rank in victim[:6]) <= 2  # its work alone is no reason
     assert all(rank.late for rank in victim[6:10])
     assert victim[6].cause in {"forward", "backward"}
     assert any(0 < rank.reach < 1 for rank in victim)
-    assert not all(rank.late for rank in victim[20:])
+    assert not victim[-1].late
     throttled = [report.seconds for report in reports if report.ranks[1].late]
-    assert statistics.median(throttled) < 0.75 * 4 * (0.02 + 0.10)
+    assert statistics.mean(throttled) < 0.75 * 4 * (0.02 + 0.10)
 
 
 # -- a slow link

@@ -87,7 +87,6 @@ def test_member_at_half_the_rate_is_put_out_because_the_others_merge_more_withou
     rates = {**{host: 20.0 for host in range(4) if host != NARROW}, NARROW: 10.0}
     with made_network(4, {host: {"rate": 8e6 * rate} for host, rate in rates.items()}) as network:
         found = run_ranks(train_until_it_is_out, 4, list(network.names), timeout_s=300.0)
-    # on a busy machine the link of another one may look slow, too: it is out, and sees nothing, or more
-    seen = [own for rank, own in enumerate(found) if rank != NARROW and own]
-    assert seen
-    assert all(step > AFTER_LOOKS for (step, _), *_ in seen)
+    # all that see it see the same; one whose link looked slow, too, as on a busy machine, is out and sees nothing
+    ((step, _),) = {own[0] for rank, own in enumerate(found) if rank != NARROW and own}
+    assert step > AFTER_LOOKS
