@@ -69,10 +69,14 @@ class Step:
         """Enter the step. Raises ``RuntimeError`` if this or another step is open."""
         self._enter(self)
         self._is_open = True
-        if self._weight is not None:
-            self._coordinator.weigh(self._weight)
-        if self._cost is not None:
-            self._coordinator.set_cost(self._cost)
+        try:
+            if self._weight is not None:
+                self._coordinator.weigh(self._weight)
+            if self._cost is not None:
+                self._coordinator.set_cost(self._cost)
+        except BaseException as error:  # a ``with`` statement does not leave what it could not enter
+            self.end(error)
+            raise
         return self
 
     @not_compiled

@@ -10,7 +10,7 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from training import Signals, Stopper, features, mlp
 
-from straggle import Merge
+from straggle import Merge, PeerFailed
 from straggle.merge.replica import Agreed, Replica
 from straggle.merge.round import Round
 
@@ -156,6 +156,28 @@ class SharedVote:
 
     def close(self):
         pass
+
+
+class LostVote(SharedVote):
+    """Of a replica whose other rank is gone."""
+
+    def weigh(self, _weight):
+        raise PeerFailed("rank 1 is gone")
+
+
+def weigh_alone(_rank):
+    vote = LostVote()
+    Replica.of_one_rank = staticmethod(lambda channel: Replica(channel.rank, channel.world_size, vote))
+    with staged(Held(unused=False), merge=KEEP) as model:
+        step = model.step()
+        step.weight = 2.0
+        with pytest.raises(PeerFailed, match="rank 1 is gone"), step:
+            pass
+        return model.open_step is None
+
+
+def test_step_whose_weight_cannot_be_told_to_its_replica_is_not_left_open():
+    assert run_ranks(weigh_alone, 1) == [True]
 
 
 def all_but_the_last(merging):
