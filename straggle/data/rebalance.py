@@ -19,11 +19,11 @@ from typing import Any, final
 import torch
 
 from straggle.data.deal import Parts
-from straggle.data.overhead import Overhead
 from straggle.merge.step_record import StepRecord
 from straggle.merge.table import Table
 from straggle.parallel import StagedDataParallel
 from straggle.policies.deadline import check_count
+from straggle.policies.overhead import Overhead
 
 _log = logging.getLogger(__name__)
 

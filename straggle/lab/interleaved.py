@@ -11,9 +11,9 @@ from statistics import fmean, median, pstdev, quantiles
 import torch.distributed as dist
 
 from straggle.lab.jobs import Job
-from straggle.observe.ddp_time import DdpPrediction
 from straggle.observe.intervals import Interval
 from straggle.observe.warmup import num_warmup_steps
+from straggle.policies.ddp_time import DdpPrediction
 
 
 class TimedJob:

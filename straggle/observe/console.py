@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from straggle.observe.ddp_time import DdpPrediction
 from straggle.observe.waited_for import LastSteps
+from straggle.policies.ddp_time import DdpPrediction
 from straggle.report import MembersReport, StepReport
 
 _WIDTH = 160  # columns of a table that is written to a file

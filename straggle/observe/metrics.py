@@ -25,11 +25,11 @@ with needs_extra("metrics"):
 from straggle.backward.stages import StagePlan
 from straggle.merge.groups import backend_of
 from straggle.merge.step_record import StepRecord
-from straggle.observe.ddp_time import DdpPrediction
 from straggle.observe.members import writer_of
 from straggle.observe.metric_series import LABELS, Series
 from straggle.observe.metrics_endpoint import Endpoint, Security, Targets, check_port
 from straggle.parallel import StagedDataParallel
+from straggle.policies.ddp_time import DdpPrediction
 from straggle.policies.rank_links import links_of
 from straggle.policies.slow_links import SlowLinks
 from straggle.report import (

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 from omegaconf import OmegaConf
 
-from straggle.observe.ddp_time import DdpPrediction
 from straggle.observe.fairness import Fairness, fairness_of
 from straggle.observe.link_spells import LinkSpell, link_spells
 from straggle.observe.members import read_members
@@ -23,6 +22,7 @@ from straggle.observe.trace import read_trace, whole_lines
 from straggle.observe.warmup import num_warmup_steps
 from straggle.observe.watch_file import watched_files
 from straggle.observe.watched_links import links_of_lines
+from straggle.policies.ddp_time import DdpPrediction
 from straggle.policies.rank_links import RankLink
 from straggle.report import CAUSES, PHASES, MembersReport, RankReport, StageReport, StepReport, StuckReport
 from straggle.schema import numbers_of, read

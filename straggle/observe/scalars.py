@@ -14,8 +14,8 @@ from typing import Protocol
 from torch.utils.hooks import RemovableHandle
 
 from straggle.merge.step_record import StepRecord
-from straggle.observe.ddp_time import DdpPrediction
 from straggle.parallel import StagedDataParallel
+from straggle.policies.ddp_time import DdpPrediction
 from straggle.report import StepReport
 
 Write = Callable[[Mapping[str, float], int], object]

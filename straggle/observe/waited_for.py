@@ -7,8 +7,8 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from statistics import fmean, median
 
-from straggle.observe.ddp_time import DdpStep
 from straggle.observe.replicas import Replicas
+from straggle.policies.ddp_time import DdpStep
 from straggle.report import StepReport
 
 _LESS = 0.9  # of the mean rank's work, at most: then a rank has less to do

@@ -32,9 +32,9 @@ from straggle import Deadline, Elastic, FixedDeadline, LastMerged, LateHandling,
 from straggle.backward.stages import Stage, StagePlan
 from straggle.commands.config import load
 from straggle.commands.config_schema import ConfigurationError
-from straggle.observe.ddp_time import DdpPrediction
 from straggle.observe.metrics import MetricsExporter, stage_labels
 from straggle.observe.metrics_endpoint import Endpoint, Security, Targets
+from straggle.policies.ddp_time import DdpPrediction
 from straggle.report import PHASES
 
 PAGE = ROOT / "docs" / "metrics.md"

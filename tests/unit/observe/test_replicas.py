@@ -14,12 +14,12 @@ from pages import a_rank, a_step, content_of, write_run
 from straggle import StepReport
 from straggle.advise.answer import answer
 from straggle.commands.result import finish
-from straggle.observe.ddp_time import DdpStep
 from straggle.observe.page.page import write_report
 from straggle.observe.replicas import Replicas
 from straggle.observe.run import read_reports, run_of
 from straggle.observe.summary import summarize
 from straggle.observe.waited_for import LastSteps
+from straggle.policies.ddp_time import DdpStep
 
 
 def a_late_step(step: int, slowest: tuple[int, ...] = (0, 3), **rest: object) -> StepReport:

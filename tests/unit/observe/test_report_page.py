@@ -19,7 +19,6 @@ from pages import ODD, STAGES, a_rank, a_step, content_of, slow_run, write_run
 from straggle import StepReport
 from straggle.commands import result
 from straggle.commands.report import arguments
-from straggle.observe.ddp_time import DdpPrediction
 from straggle.observe.findings import advise
 from straggle.observe.page.figures import timeline
 from straggle.observe.page.page import write_page, write_report
@@ -27,6 +26,7 @@ from straggle.observe.run import read_reports, read_run, read_steps
 from straggle.observe.run_numbers import numbers_of
 from straggle.observe.summary import summarize
 from straggle.observe.trace import read_trace
+from straggle.policies.ddp_time import DdpPrediction
 from straggle.report import MembersReport
 
 # -- numbers

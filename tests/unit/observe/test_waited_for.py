@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 from pages import a_rank, a_step
 
-from straggle.observe.ddp_time import DdpStep
 from straggle.observe.waited_for import LastSteps
+from straggle.policies.ddp_time import DdpStep
 
 CALM = [a_rank(number) for number in range(4)]
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from straggle.data.overhead import Overhead
+from straggle.policies.overhead import Overhead
 from straggle.report import RankReport, StepReport
 
 _SETTLED = 5  # steps with the same shares, from which on their times are known

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from straggle.observe.equal_shares import EqualShares
+from straggle.policies.equal_shares import EqualShares
 from straggle.policies.untruncated import Mark, untruncated_time
 from straggle.report import RankReport, StepReport
 
