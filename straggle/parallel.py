@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from straggle.backward.optimizer_hooks import begin_scalers
 from straggle.backward.stages import BalancedByTime
 from straggle.backward.step_in_parts import check_steps_in_parts
 from straggle.building import build, check_mesh
@@ -252,6 +253,7 @@ class StagedDataParallel(nn.Module):
         without ``state_dict``, ``ValueError`` if the members do not let this rank in.
         """
         self._before_first_step("register_state")
+        begin_scalers(objects.values(), self._source.slots[0].device)
         if self._members is not None:
             self._members.register(objects)
         return self._coordinator.training.step

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -33,6 +34,13 @@ def around_steps(
         return hook
 
     return [register_optimizer_step_pre_hook(of_ours(before)), register_optimizer_step_post_hook(of_ours(after))]
+
+
+def begin_scalers(objects: Iterable[object], device: torch.device) -> None:
+    """Give each `GradScaler` of these its scale now, as its first ``scale(loss)`` would, which a rank may skip."""
+    for own in objects:
+        if isinstance(own, GradScaler):
+            own.scale(torch.zeros((), device=device))
 
 
 def stepped_by_scaler() -> bool:

@@ -109,6 +109,7 @@ def model_parts(
         fill_in=fill_in,
         learner=(learner := PlanLearner(options.stages, device)),
         rank=rank,
+        fills=options.merge.nonfinite == "keep",  # as it is for a `GradScaler`
     )
     hooks, channel, replica = source.attach(opened), rank.channel, rank.replica
     return ModelParts(options, source, channel, replica, wings, coordinator, learner, opened, hooks, state)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from straggle.backward.stages import PlanLearner, StagePlan
 from straggle.backward.step_in_parts import StepInParts
 from straggle.loop.by_hand import ByHand, check_dense
 from straggle.loop.stop_rules import ByClock, NoData
+from straggle.loop.unreached import Unreached
 from straggle.merge.buffers import Share
 from straggle.merge.channel import PeerFailed
 from straggle.merge.checks import check_passes_to_come
@@ -50,6 +51,7 @@ class OpenStep(PassWatcher):
 
     There is one for each wrapped model, because the hooks of its parameters are bound to it. `enter` makes it that of a
     new `Step`; ``step`` is ``None`` between two. ``source`` has other slots in another step if parameters are others.
+    ``fills``: what no rank has computed is zeros until an optimizer looks at it (`Unreached`).
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class OpenStep(PassWatcher):
         fill_in: FillIn,
         learner: PlanLearner,
         rank: RankParts,
+        fills: bool,
     ) -> None:
         self.step: Step | None = None
         self.usable: Tensor | None = None  # on the device, whether the step that was left last is to change anything
@@ -88,6 +91,7 @@ class OpenStep(PassWatcher):
         self._waiting = coordinator.waiting
         self._optimizing: StepInParts | None = None  # of the last step that was entered
         self._stood_in = False  # in the step that was left last
+        self.unreached, self._fills = Unreached(), fills
 
     # -- the two ends of the block
 
@@ -99,6 +103,8 @@ class OpenStep(PassWatcher):
         self._watch_step()
         if self._vote is not None:
             self._vote.begin(self._training.step, stood_in=self._stood_in)
+        if self.unreached.there:
+            self.unreached.clear()
         self._kept = self._source.keep()
         rule = entry.rule or self._by_clock
         self._idle = entry.idle and not rule.stops_idle
@@ -498,6 +504,7 @@ class OpenStep(PassWatcher):
             self._state.apply(merged.buffers.state, merged, took_part=took_part)
         if not merged.table.is_usual and merged.table.nothing_to_apply():
             self._hand_out(merged, [kept.get(index) for index in range(len(views))])
+            self._fill(merged, range(len(views)))
             return
         shares = merged.buffers.normalize()
         plain = not (kept or self._early or self._fill_in.reads_merged)
@@ -505,6 +512,16 @@ class OpenStep(PassWatcher):
             self._hand_out(merged, views)
         else:
             self._hand_out(merged, self._merged_gradients(views, shares))
+            self._fill(merged, [index for index, share in enumerate(shares) if share.weight == 0])
+
+    def _fill(self, merged: Round, unreached: Iterable[int]) -> None:
+        """Put zeros in the place of these gradients, but for frozen parameters, and if the optimizer steps later."""
+        if not self._fills or self._optimizing is not None:
+            return
+        needed = [index for index in unreached if self._slots[index].parameter.requires_grad]
+        memory = {index: merged.buffers.views[index] for index in needed}
+        for (parameter, gradient), own in zip(self._source.of_parameters(memory), memory.values(), strict=True):
+            self.unreached.fill(parameter, gradient, own)
 
     def _hand_out(self, merged: Round, gradients: Sequence[Tensor | None]) -> None:
         """Place them. Where another rank of the replica has a gradient, so has this one: no shard skips its step."""

@@ -57,6 +57,8 @@ class OptimizerSteps:
                 'a GradScaler steps this optimizer, and Merge(nonfinite="drop") leaves out the infinite gradients that '
                 'it looks for, so that its scale would only grow: write merge=straggle.Merge(nonfinite="keep")'
             )
+        if self._opened.unreached.there:  # of which the optimizer is to find none
+            self._opened.unreached.clear(parameter for group in optimizer.param_groups for parameter in group["params"])
 
     def skip(self, optimizer: Optimizer) -> None:
         """If only the device knows whether the last step is to change nothing, let its kernels leave all as it is.

@@ -27,7 +27,8 @@ class Merge:
     ``nonfinite``: "drop" leaves gradients with NaN or infinite elements out of the merge, and skips the step if no rank
     has others; on a CUDA device it leaves out all gradients in one bucket with such a gradient, and a step without
     others has gradients of zeros, with which a fused optimizer changes nothing. "keep" merges them as they are, as DDP
-    does, which a ``GradScaler`` relies on.
+    does, which a ``GradScaler`` relies on; it needs gradients in each step, so what no rank has computed is zeros until
+    an optimizer steps, which finds none.
 
     ``check_every``: once in this many steps the ranks compare parameters and buffers (`StepReport.different_ranks`);
     0: never. In such a step the host waits for a CUDA device.
