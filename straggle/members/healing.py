@@ -11,12 +11,13 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from straggle.members.ask_replica import all_have_state
 from straggle.members.elastic import ElasticChannel
@@ -285,7 +286,7 @@ class Healing:
             return (current := self._rank.merging.round) is not None and travels(current)
 
     def _take(self, view: View, state: Mapping[str, Any], *, loaders_too: bool) -> None:
-        """Go on from a state; ``loaders_too``: also load the registered objects that the loop iterates over."""
+        """Go on from a state; ``loaders_too``: as a new process does, whose loop has drawn nothing from them yet."""
         before, arrival = self.report, self._arrival
         if arrival is not None:
             seconds, nbytes = time.monotonic() - arrival.began_at, _num_bytes(state)
@@ -295,11 +296,24 @@ class Healing:
         self._module_state.load_module(of_model["module"])
         for name, own in of_model["registered"].items():
             value = self._registered.get(name)
-            if value is not None and (loaders_too or not hasattr(value, "__iter__")):
+            if value is not None and (loaders_too or not is_loader(value)):
                 value.load_state_dict(own)
         self._member.healed(view.step, History.from_tensors(state["history"]), state["deadline_s"])
         if not self._member.is_out:
             _log.warning("rank %d takes part again from step %d on", self._channel.name, view.step)
+
+
+def is_loader(value: object) -> bool:
+    """Whether the loop draws its data from this, so that its place is this rank's own: the loop walks on with it.
+
+    A loader or sampler of torch's, an iterator, or a stream, which has no length. Whatever else can be iterated over
+    holds what all ranks have alike, as a module does, or deals by what all have seen, as `DealtLoader` does.
+    """
+    if isinstance(value, nn.Module):
+        return False
+    return isinstance(value, DataLoader | Sampler | IterableDataset | Iterator) or (
+        isinstance(value, Iterable) and not isinstance(value, Sized)
+    )
 
 
 class _Room:
