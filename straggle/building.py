@@ -237,7 +237,7 @@ def _meet_replica(
         assert members is not None
         alike = partial(make_alike, module, wrapped)
         channel = meet_members(members, wrapped, alike, give_up_s=give_up_s, of_replica=inside)
-    source = ShardedSource(module, len(ranks))
+    source = ShardedSource(module, len(ranks), channel.world_size)
     replica = Replica.of_ranks(channel, inside, source.inside, partial(name_of_place, module))
     return source, channel, replica
 

@@ -77,11 +77,12 @@ def sum_only(units: Iterable[Any]) -> None:
 class Inside:
     """What this rank does inside of its replica. ``factor``: by which its gradients are scaled before they are reduced.
 
-    `waited_s` may be read by any thread.
+    ``num_replicas``: over which they are merged. `waited_s` may be read by any thread.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, num_replicas: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
         self.factor = 1.0
+        self.num_replicas = num_replicas
         self._clock = clock
         self._waited_s = 0.0
         self._since: float | None = None  # it is in a collective
@@ -111,23 +112,53 @@ class Inside:
 
 
 class Watched:
-    """A collective of FSDP's, for the parameters of a unit or for their gradients."""
+    """A collective of FSDP's, for the parameters of a unit or for their gradients: then ``group`` has the unit's."""
 
-    def __init__(self, collective: Any, inside: Inside, *, of_gradients: bool) -> None:
-        self._collective, self._inside, self._of_gradients = collective, inside, of_gradients
+    def __init__(self, collective: Any, inside: Inside, group: Any = None) -> None:
+        self._collective, self.inside, self._group = collective, inside, group
         self.allocate = collective.allocate
 
+    @property  # type: ignore[misc]  # FSDP asks of what class it is before it takes another one
+    def __class__(self) -> type[Any]:
+        return type(self._collective)
+
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> Any:
-        if self._of_gradients and self._inside.factor != 1.0:
-            input_tensor.mul_(self._inside.factor)
-        return self._inside.run(partial(self._collective, output_tensor, input_tensor, **options))
+        if self._group is not None and self.inside.factor != 1.0:
+            input_tensor.mul_(self.inside.factor)
+        done = self.inside.run(partial(self._collective, output_tensor, input_tensor, **options))
+        # FSDP divides by this number in place of that of the ranks, as if the sum over replicas were made: the merge
+        # gives their mean, which is a sum again if each gives as many times its own
+        if self._group is not None and self._group.gradient_divide_factor is not None:
+            output_tensor.mul_(self.inside.num_replicas)
+        return done
 
 
 def watch(units: Iterable[nn.Module], inside: Inside) -> None:
-    """Count the time of the units' collectives, and scale this rank's gradients before they are reduced."""
+    """Count the time of the units' collectives, and scale this rank's gradients as it does.
+
+    A unit has others if the loop has set some since they were watched.
+    """
     for group in (group for unit in units for group in _groups_of(unit)):
-        group._all_gather_comm = Watched(_plain(group._all_gather_comm), inside, of_gradients=False)
-        group._reduce_scatter_comm = Watched(_plain(group._reduce_scatter_comm), inside, of_gradients=True)
+        if getattr(group._all_gather_comm, "inside", None) is not inside:
+            group._all_gather_comm = Watched(_plain(group._all_gather_comm), inside)
+        if getattr(group._reduce_scatter_comm, "inside", None) is not inside:
+            group._reduce_scatter_comm = Watched(_plain(group._reduce_scatter_comm), inside, group)
+
+
+def check_reduction(units: Iterable[nn.Module], num_ranks: int) -> None:
+    """Raise ``ValueError`` if gradients are reduced in a way that cannot be followed; ``num_ranks``: of a replica."""
+    for group in (group for unit in units for group in _groups_of(unit)):
+        if group._all_reduce_hook is not None:
+            raise ValueError(
+                "set_all_reduce_hook(...): FSDP would call it with the gradients of one replica, before those of all "
+                "are merged. Leave it out: change a gradient by parameter.register_post_accumulate_grad_hook(...), or "
+                "the merged ones after the block"
+            )
+        if num_ranks == 1 and group.gradient_divide_factor is not None:
+            raise ValueError(
+                f"set_gradient_divide_factor({group.gradient_divide_factor}) with replicas of one rank, in which FSDP "
+                "reduces nothing: leave fully_shard() and mesh= out, and multiply the loss by ranks / factor"
+            )
 
 
 def unwatch(units: Iterable[nn.Module]) -> None:

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from straggle.backward.stages import trainable
-from straggle.source.fsdp2 import check_version, is_copied, offloads, places_of, shard_of, units_of
+from straggle.source.fsdp2 import check_reduction, check_version, is_copied, offloads, places_of, shard_of, units_of
 
 
 def ranks_in_a_row(module: nn.Module) -> list[int]:
@@ -94,6 +94,7 @@ def _check_units(module: nn.Module, num_ranks: int) -> None:
             "fully_shard(offload_policy=CPUOffloadPolicy()) keeps gradients where their device cannot merge them: "
             "leave offload_policy out"
         )
+    check_reduction(units, num_ranks)
 
 
 def name_of_place(module: nn.Module, at: int) -> str:

@@ -20,6 +20,7 @@ from straggle.backward.passes import after_callbacks, current_run, in_backward
 from straggle.source.fsdp2 import (
     Inside,
     around,
+    check_reduction,
     discard_pass,
     is_copied,
     lay_out,
@@ -61,7 +62,7 @@ class ShardedSource(ReplicatedSource):
 
     between_units = True
 
-    def __init__(self, module: nn.Module, num_ranks: int) -> None:
+    def __init__(self, module: nn.Module, num_ranks: int, num_replicas: int) -> None:
         """``num_ranks``: of a replica."""
         self._num_ranks = num_ranks
         self._units, self._roots = units_of(module), roots_of(module)
@@ -70,8 +71,8 @@ class ShardedSource(ReplicatedSource):
         super().__init__(module)
         if self.slots[0].device.type == "cpu":
             sum_only(self._units)
-        self.inside = Inside()
-        watch(self._units, self.inside)
+        self.inside = Inside(num_replicas)
+        self.follow_reduction()
 
     def renew(self) -> list[nn.Parameter]:
         reshard(self._units)
@@ -92,7 +93,7 @@ class ShardedSource(ReplicatedSource):
 
     def attach(self, observer: PassObserver) -> UnitHooks:
         """Report each gradient when FSDP has reduced it, and check where a unit begins."""
-        self._hooks = UnitHooks(self._module, self.all, observer, self._shards, self.forget_pass)
+        self._hooks = UnitHooks(self._module, self.all, observer, self._shards, self)
         return self._hooks
 
     def keep(self) -> KeptGradients:
@@ -127,6 +128,11 @@ class ShardedSource(ReplicatedSource):
         if self._hooks is not None:
             self._hooks.recover()
 
+    def follow_reduction(self) -> None:
+        """FSDP reduces the gradients of the next backward pass as the loop has set it by now."""
+        check_reduction(self._units, self._num_ranks)
+        watch(self._units, self.inside)
+
     def forget_pass(self) -> None:
         """A pass was left in the middle of FSDP's work: the next one begins as if it had not been."""
         discard_pass(self._units, self._roots)
@@ -151,9 +157,9 @@ class UnitHooks(ParameterHooks):
         parameters: Sequence[nn.Parameter],
         observer: PassObserver,
         shards: Sequence[Shard],
-        forget_pass: Callable[[], None],
+        source: ShardedSource,
     ) -> None:
-        self._shards, self._forget_pass = shards, forget_pass
+        self._shards, self._source = shards, source
         self._units, self._fsdp = places_of(module), units_of(module)
         self._in_forward = False  # the model's forward pass began, and has not come to its end
         self._run: int | None = None  # the backward pass that began, and has not come to its end
@@ -234,7 +240,7 @@ class UnitHooks(ParameterHooks):
         """If a pass was left in the middle, forget it."""
         if self._in_forward or self._run is not None:
             self._in_forward, self._run, self._to_come = False, None, [0] * len(self._units)
-            self._forget_pass()
+            self._source.forget_pass()
 
     @not_compiled
     def _before_unit(self, number: int, _module: nn.Module, _args: Any) -> None:
@@ -259,6 +265,7 @@ class UnitHooks(ParameterHooks):
         call.run = run
         self._to_come[number] = max(0, self._to_come[number] - 1)
         if self._run is None:
+            self._source.follow_reduction()
             self._run = run
             after_callbacks(self._run_over)
         self._observer.check(2 * number + 2)

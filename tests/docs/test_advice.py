@@ -120,6 +120,13 @@ ELSEWHERE |= dict.fromkeys(
 )
 ELSEWHERE |= dict.fromkeys(
     (
+        "Leave it out: change a gradient by parameter.register_post_accumulate_grad_hook(...)",
+        "leave fully_shard() and mesh= out, and multiply the loss by ranks / factor",
+    ),
+    "tests/ranks/test_sharded_settings.py::test_what_is_said_instead_of_refused_settings_gives_the_gradients",
+)
+ELSEWHERE |= dict.fromkeys(
+    (
         "use fully_shard() instead of FullyShardedDataParallel",
         "no parameter is trained; give the model that is",
         "give the model, which is an nn.Module",

@@ -66,6 +66,18 @@ def offloaded() -> None:
     StagedDataParallel(both.net, mesh=both.mesh["dp_replicate"])
 
 
+def with_a_hook_on_the_sum() -> None:
+    both = pair()
+    both.net.set_all_reduce_hook(lambda _gradients: None)
+    StagedDataParallel(both.net, mesh=both.mesh["dp_replicate"])
+
+
+def divided_by_hand_on_one_rank() -> None:
+    both = pair(replicas=4, shards=1)
+    both.net.set_gradient_divide_factor(1.0)
+    StagedDataParallel(both.net, mesh=both.mesh["dp_replicate"])
+
+
 def of_the_first_kind() -> None:
     with torch.device("cpu"):
         StagedDataParallel(FullyShardedDataParallel(Blocks(), device_id=torch.device("cpu")))
@@ -112,6 +124,8 @@ CASES: dict[Callable[[], None], str] = {
     in_part: "parameter first.weight is in no unit of fully_shard()",
     split_twice: "is not sharded over all ranks of a replica",
     offloaded: "leave offload_policy out",
+    with_a_hook_on_the_sum: "change a gradient by parameter.register_post_accumulate_grad_hook(...)",
+    divided_by_hand_on_one_rank: "set_gradient_divide_factor(1.0) with replicas of one rank",
     of_the_first_kind: "shard the model by fully_shard()",
     with_a_group: "mesh= and process_group=: the mesh has the group over which replicas are merged",
     with_members: "so write fully_shard(..., mesh=straggle.replica_mesh()); leave mesh= out",
