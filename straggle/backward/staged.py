@@ -27,7 +27,7 @@ from straggle.backward.hooks import (
     release_graph,
     tensors_in,
 )
-from straggle.backward.passes import TWICE_IN_ONE_PASS, PassWatcher, current_run, in_backward
+from straggle.backward.passes import TWICE_IN_ONE_PASS, PassWatcher, current_run
 from straggle.backward.stages import BalancedByTime, PlanLearner, Registered, Stage, plan_stages, trainable
 from straggle.policies.deadline import Granularity, check_granularity
 from straggle.policies.estimators import Abstain, Estimator
@@ -232,7 +232,7 @@ class StagedBackward:
         """Leave the step if it is stopped or its budget is spent."""
         if self._step is not None:
             self._step._settle_outside()
-            if not (self._complete_microbatches and in_backward()):  # not within a checkpoint's recomputation
+            if not (self._complete_microbatches and self._step.in_pass):  # not within a checkpoint's recomputation
                 self._step._check()
 
     def _before_forward(self, _module: nn.Module, _args: Any) -> None:
@@ -308,6 +308,8 @@ class StagedBackward:
 class BackwardStep(PassWatcher):
     """One step of `StagedBackward`, as a context manager."""
 
+    functions_give_parts = False  # shared weights under reentrant checkpoints are refused
+
     def __init__(self, owner: StagedBackward, budget_s: float | None) -> None:
         self._owner = owner
         self._budget_s = math.inf if budget_s is None else budget_s
@@ -363,7 +365,7 @@ class BackwardStep(PassWatcher):
 
     def _settle_outside(self) -> None:
         """Call `settle`, unless this is within a pass, such as a checkpoint's recomputation."""
-        if not in_backward():
+        if not self.in_pass:
             self.settle()
 
     def _pass_begins(self, first: int) -> None:
@@ -389,6 +391,9 @@ class BackwardStep(PassWatcher):
         if number is None:  # torch.autograd.grad went through the model
             del self._finished_in[-1]
             return
+        for index in self._held:
+            self._finished(index)
+        self._holds = False
         self._refuse_repeated()
         self._owner._seen_complete = True
         self._timeline.mark(self._owner.stage_of[self._log[-1]])
@@ -428,7 +433,15 @@ class BackwardStep(PassWatcher):
             self._joins(run, index)
         if self._before and self._unchanged(index, gradient):
             return
+        if self._holds or current_run() in self._summing:
+            self._hold(index, parameter)
+            return
         self._num_in_pass += 1
+        self._finished(index)
+        if (self._stopped or self._stop_at < math.inf) and not self._owner._complete_microbatches:
+            self._check()
+
+    def _finished(self, index: int) -> None:
         self._log.append(index)
         if (times := self._owner._learner.times) is not None:
             times.finished(index)
@@ -436,8 +449,6 @@ class BackwardStep(PassWatcher):
         self._missing[stage] -= 1
         if self._missing[stage] <= 0:
             self._stage_finished(stage)
-        if (self._stopped or self._stop_at < math.inf) and not self._owner._complete_microbatches:
-            self._check()
 
     def _unchanged(self, index: int, gradient: Tensor) -> bool:
         before, version = self._before.get(index, (None, 0))
@@ -461,7 +472,7 @@ class BackwardStep(PassWatcher):
             raise RuntimeError(f"parameter {self._owner.names[twice]} {TWICE_IN_ONE_PASS}")
 
     def _check(self) -> None:
-        if self.may_stop and (self._stopped or self._owner._clock() >= self._stop_at):
+        if self.may_stop and not self._holds and (self._stopped or self._owner._clock() >= self._stop_at):
             raise DeadlineReached
 
     # -- afterwards

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from straggle.backward.compiled import come_at_once, not_compiled
 from straggle.backward.hooks import DeadlineReached, HasGradient, release_graph, tensors_in
-from straggle.backward.passes import PassWatcher, current_run, in_backward
+from straggle.backward.passes import PassWatcher, current_run
 from straggle.backward.stages import PlanLearner, StagePlan
 from straggle.backward.step_in_parts import StepInParts
 from straggle.loop.by_hand import ByHand, check_dense
@@ -263,7 +263,7 @@ class OpenStep(PassWatcher):
     @not_compiled
     def forward_begins(self) -> bool:
         """The model's forward pass begins; false if it is a checkpoint's, which computes again."""
-        if in_backward():
+        if self.in_pass:
             self._joins_if_new()
             return False
         assert self.step is not None
@@ -312,13 +312,18 @@ class OpenStep(PassWatcher):
         if gradient is None:
             return
         grouped = current_run() == self._grouped_run
-        if not grouped and not self._may_take(index, parameter):
-            return
+        if not grouped:
+            if not self._may_take(index, parameter):
+                return
+            self._joins_if_new()
+            if self._holds or current_run() in self._summing:
+                self._hold(index, parameter)
+                return
         parameter.grad = None  # the copy in the buffer is the one that counts; freeing this one at once is fastest
         if gradient.layout is not _STRIDED:
             check_dense(self._slots[index].name, gradient)
         if not grouped:
-            grouped = self._joins_and_groups()
+            grouped = self._groups()
         self._num_in_pass += 1
         if self._num_in_pass == self._most and self.on_backward is not None:
             self.on_backward()
@@ -332,13 +337,12 @@ class OpenStep(PassWatcher):
         if self._num_taken < self._left and not self._between_units:
             self.check()
 
-    def _joins_and_groups(self) -> bool:
+    def _groups(self) -> bool:
         """A gradient comes from a run that has no groups so far; whether it has from here on.
 
         There are none if the merge must know of each gradient at once: in a nested run, in a pass too many, by a
         rule without a clock, for an estimator that reads it, and while the plan is learned.
         """
-        self._joins_if_new()
         self._merge_waiting()
         assert self.step is not None
         if learning := self._learner.times is not None:
@@ -364,7 +368,7 @@ class OpenStep(PassWatcher):
         """Leave the step if its rule stops it; in a replica of several ranks, if their vote does."""
         if (step := self.step) is None or step.between:
             return
-        if (self._complete_microbatches or self.at_once) and in_backward():
+        if (self._complete_microbatches or self.at_once) and self.in_pass:
             return
         stops = self.rule.stops(self._num_checks) and (self._idle or self.may_stop)
         if self._vote is not None:
@@ -421,10 +425,40 @@ class OpenStep(PassWatcher):
     @not_compiled
     def _over(self) -> None:
         self._source.pass_over()
+        self._give_held()
         super()._over()
 
     def _pass_failed(self) -> None:
         self._merge_waiting()  # they were finished before it did
+        for parameter in self._held.values():  # a part of it counts as nothing
+            parameter.grad = None
+        self._held.clear()
+
+    # -- gradients that come in parts
+
+    def _hold(self, index: int, parameter: HasGradient) -> None:
+        """Leave it in ``p.grad``, to which other runs of the pass add; it is lost if the rank stops before the end."""
+        assert parameter.grad is not None
+        check_dense(self._slots[index].name, parameter.grad)
+        self._merge_waiting()  # what came before is whole
+        self._grouped_run = _NO_RUN
+        if self._learner.times is not None:
+            self._learner.times.finished(index)
+        super()._hold(index, parameter)
+        if self._num_in_pass == self._most and self.on_backward is not None:
+            self.on_backward()
+        self.stopwatch.last_gradient_at = self.stopwatch.now()
+        if not self._between_units:
+            self.check()
+
+    def _give_held(self) -> None:
+        """The pass is over: what it has added up is whole."""
+        for index, parameter in self._held.items():
+            if (gradient := parameter.grad) is not None:
+                parameter.grad = None
+                self._waiting.append((index, gradient, self.stopwatch.last_gradient_at))
+                self._num_taken += 1
+                self._merge_waiting()
 
     # -- what is merged beside the gradients
 

@@ -1246,6 +1246,38 @@ def test_cut_in_shared_weights_under_reentrant_checkpointing_never_keeps_a_part(
             module(x).sum().backward()
 
 
+def chunk_by_chunk(model):
+    """A loss whose hook runs forward and back again for each chunk, as GradCache does."""
+
+    def again(_):
+        with torch.enable_grad():
+            for chunk in features(0, 0).chunk(4):
+                model(chunk).square().mean().backward()
+
+    loss = torch.ones((), requires_grad=True)
+    loss.register_hook(again)
+    return loss
+
+
+def test_passes_that_a_hook_begins_are_parts_of_one_pass_which_is_not_stopped_between_them():
+    model, stages = seeded(lambda: Tied()), []
+    expected = plain_grads(model, chunk_by_chunk)
+    staged = StagedBackward(model, on_stage=lambda stage: (stages.append(stage.name), stage.stop()))
+    for begin in (lambda: staged.backward(chunk_by_chunk(model)), lambda: in_a_step(staged, chunk_by_chunk(model))):
+        model.zero_grad()
+        stages.clear()
+        report = begin().report
+        assert same(grads(model), expected)
+        assert set(report.passes.values()) == {1}
+        assert len(stages) == len(staged.stages)  # each once, when its gradients are whole
+
+
+def in_a_step(staged, loss):
+    with staged.step() as step:
+        loss.backward()
+    return step
+
+
 class Undefined(torch.autograd.Function):
     """Uses a weight and gives no gradient for it."""
 
