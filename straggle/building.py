@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from straggle.links.job_pings import JobPings
+from straggle.loop.drops import DropLog, Names
 from straggle.loop.hook_registers import HookRegisters
 from straggle.loop.model_parts import ModelParts, Options, make_alike, model_parts, rank_parts
 from straggle.loop.optimizer_steps import OptimizerSteps
@@ -62,7 +64,10 @@ class OptionalParts:
 
 @dataclass(frozen=True)
 class Built:
-    """A model's parts. ``phases``: of leaving a step, and of leaving a usual one."""
+    """A model's parts.
+
+    ``drops``: on ranks that may have to say them. ``phases``: of leaving a step, and of leaving a usual one.
+    """
 
     parts: ModelParts
     wings: OptionalParts
@@ -71,12 +76,13 @@ class Built:
     replanning: Replanning
     planning: Planning
     joins: Joins
+    drops: DropLog | None
     resume_state: ResumeState
     phases: tuple[tuple[Phase, ...], tuple[Phase, ...]]
 
     def closing(self) -> Callable[[], None]:
         """What ends the threads of the model, and removes its hooks."""
-        return partial(_close, self.parts, self.steps.handles)
+        return partial(_close, self.parts, self.steps.handles, self.drops)
 
 
 def check_mesh(mesh: object, **others: object) -> None:
@@ -123,7 +129,8 @@ def build(
     wings = _wings(rank, member, stuck, merged_bytes=bytes_on_wire(source.slots, options.merge.dtype_on_wire))
     parts = model_parts(options, source, rank, state, wings.all_of_them(), registers)
     wings.pulling.attach(parts.opened)
-    built = _with_the_loop(module, parts, wings, registers)
+    drops = _drop_log(module, rank, options, may_be_lowest=member is not None or rank.replica.place == 0)
+    built = _with_the_loop(module, parts, wings, registers, drops)
     if member is not None:
         _attach(member, module, built, members_hooks)
     return built
@@ -144,7 +151,17 @@ def _nothing(_links: Sequence[RankLink]) -> None:
     """No rank can be put out."""
 
 
-def _with_the_loop(module: nn.Module, parts: ModelParts, wings: OptionalParts, registers: HookRegisters) -> Built:
+def _drop_log(module: nn.Module, rank: RankParts, options: Options, *, may_be_lowest: bool) -> DropLog | None:
+    """What says what is dropped, on a rank that may have to."""
+    every_s, replica = options.merge.log_every_s, rank.replica
+    if every_s == math.inf or not (replica.is_first and may_be_lowest):
+        return None
+    return DropLog(Names.of(module, rank.channel, replica), replica.place, every_s)
+
+
+def _with_the_loop(
+    module: nn.Module, parts: ModelParts, wings: OptionalParts, registers: HookRegisters, drops: DropLog | None
+) -> Built:
     """What the loop around a step needs beside it."""
     options, channel, coordinator = parts.options, parts.channel, parts.coordinator
     drops_nonfinite = options.merge.nonfinite == "drop"
@@ -163,6 +180,8 @@ def _with_the_loop(module: nn.Module, parts: ModelParts, wings: OptionalParts, r
     planning = Planning(module, parts, replanning)
     phases = when_left(
         warn=warnings.merged,
+        count_drops=() if drops is None else (drops.drops.add,),
+        say_drops=() if drops is None else (drops.merged,),
         end_loops=joins.merged,
         check_alike=replanning.merged,
         plan_stages=planning.merged,
@@ -171,7 +190,7 @@ def _with_the_loop(module: nn.Module, parts: ModelParts, wings: OptionalParts, r
         wings=parts.wings.left,
         last=parts.wings.last,
     )
-    return Built(parts, wings, steps, warnings, replanning, planning, joins, resume_state, phases)
+    return Built(parts, wings, steps, warnings, replanning, planning, joins, drops, resume_state, phases)
 
 
 def _attach(members: Members, module: nn.Module, built: Built, hooks: MembersHooks) -> None:
@@ -248,7 +267,9 @@ def _members_changed(reference: weakref.ref[MembersHooks], stuck: StuckWatch, re
         hooks.changed(report)
 
 
-def _close(parts: ModelParts, handles: Sequence[RemovableHandle]) -> None:
+def _close(parts: ModelParts, handles: Sequence[RemovableHandle], drops: DropLog | None) -> None:
+    if drops is not None:
+        drops.close()
     for phase in parts.wings.close:
         phase()
     parts.coordinator.close()

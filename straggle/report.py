@@ -16,6 +16,16 @@ Phase = Literal["outside", "optimizer", "data", "forward", "backward"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 Cause = Literal["outside", "optimizer", "data", "forward", "backward", "error", "skipped", "members"]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
+CAUSE_WORDS: Mapping[Cause, str] = {
+    "outside": "between steps",
+    "optimizer": "in the optimizer",
+    "data": "loading data",
+    "forward": "in forward",
+    "backward": "in backward",
+    "error": "after errors",
+    "skipped": "without a backward pass",
+    "members": "as members changed",
+}
 _RATE = Metric(
     "gauge",
     "link_bytes_per_second",

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import torch
 
-from straggle.policies.deadline import check_count
+from straggle.policies.deadline import check_count, is_number
 
 Buffers = Literal["mean", "rank0", "local"]
 Nonfinite = Literal["drop", "keep"]
@@ -35,18 +35,28 @@ class Merge:
 
     ``wire_dtype``: ``torch.bfloat16``, or its name, halves the bytes of float32 gradients: each rank rounds its own,
     and they are summed in that dtype, as by DDP's ``bf16_compress_hook``. Weights stay exact, and replicas equal.
+
+    ``log_every_s``: if ranks give less than all of their gradients, the lowest rank logs whose and how many (logger
+    ``straggle``) after the first 20 such steps or so many seconds, then at most once in so many seconds, and when the
+    model is closed; infinite: never. The first line is a warning, and the last is if a rank gave less than half.
     """
 
     buffers: Buffers = "mean"
     nonfinite: Nonfinite = "drop"
     check_every: int = 100
     wire_dtype: torch.dtype | str | None = None
+    log_every_s: float = 60.0
 
     def __post_init__(self) -> None:
         for name, kind in (("buffers", Buffers), ("nonfinite", Nonfinite)):
             if (value := getattr(self, name)) not in get_args(kind):
                 raise ValueError(f"{name}={value!r}: choose one of {', '.join(get_args(kind))}")
         check_count("check_every", self.check_every)  # 0: never
+        if not is_number(self.log_every_s) or not self.log_every_s > 0:
+            raise ValueError(
+                f"log_every_s={self.log_every_s}: must be a positive number of seconds, such as 60 (infinite: what is "
+                "dropped is not logged)"
+            )
         if self.wire_dtype is not None:
             object.__setattr__(self, "wire_dtype", str(self.wire_dtype).removeprefix("torch."))  # as it is compared
             if self.wire_dtype != "bfloat16":

@@ -45,6 +45,8 @@ def when_merged(
 def when_left(
     *,
     warn: Phase,
+    count_drops: tuple[Phase, ...],
+    say_drops: tuple[Phase, ...],
     end_loops: Phase,
     check_alike: Phase,
     plan_stages: Phase,
@@ -59,6 +61,8 @@ def when_left(
     """
     phases = (
         warn,  # what the loop seems to do wrong, before anything of the step may raise
+        *count_drops,  # what ranks did not give, on the rank that says it
+        *say_drops,  # in the log
         end_loops,  # over `join`, if no rank has data any more
         *wings,  # what they learn from the step
         check_alike,  # raises on all ranks alike, before they plan together
@@ -67,4 +71,4 @@ def when_left(
         hooks,  # the user's
         *last,  # of wings: whether this rank's loop goes on, which may take long
     )
-    return phases, tuple(phase for phase in phases if phase not in (check_alike, compare))
+    return phases, tuple(phase for phase in phases if phase not in (check_alike, compare, *say_drops))

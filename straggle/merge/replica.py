@@ -112,12 +112,14 @@ class Replica:
     in each step's table, and a full gradient weighs 1 in ``count``. What is said to people, and what ranks leave in
     the store, has the process's rank instead (`Channel.name`).
     ``vote``: ``None`` for one rank, whose own word it is. ``waited_s``: for how long this rank waited inside of it.
+    ``is_first``: this rank is the lowest of it.
     """
 
     place: int
     count: int
     vote: Vote | None = None
     waited_s: Callable[[], float] = float
+    is_first: bool = True
 
     @staticmethod
     def of_one_rank(channel: Channel) -> Replica:
@@ -131,7 +133,7 @@ class Replica:
         """The ranks of ``inside_channel`` have one copy together; ``channel`` has those that hold the same shards."""
         names = inside_channel.gather(list(channel.names), "names")
         vote = UnitVote(inside_channel, place_name, inside, names, channel.post_failure)
-        return Replica(channel.rank, channel.world_size, vote, inside.waited_s)
+        return Replica(channel.rank, channel.world_size, vote, inside.waited_s, is_first=inside_channel.rank == 0)
 
 
 class _Words:

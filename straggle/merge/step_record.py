@@ -23,6 +23,7 @@ from straggle.schema import numbers_of
 _ROUNDING = 1e-4  # relative error of sums of weights
 _KINDS = dict.fromkeys(TIMES, float) | {own.name: own.kind for own in numbers_of(RankNumbers)}
 _OF_ALL = [own for own in numbers_of(StepReport) if own.name in COLUMN]  # the largest of the ranks' rows
+_BRIEF = ("compute_s", "overrun_s", "late", "stood_in", "idle", "absent", "weight", "nonfinite")
 _AS_THEY_ARE = [(name, COLUMN[name], kind) for name, kind in _KINDS.items()]
 
 
@@ -60,7 +61,6 @@ class StepRecord:
         table, rows = self.table, self.table.rows.tolist()
         costs = self.usual_cost.relative_of(table.costs(), table.num_microbatches())
         ranks = enumerate(zip(rows, table.links(), costs, strict=True))
-        of_all: dict[str, Any] = {own.name: own.kind(max(table.column(own.name))) for own in _OF_ALL}
         would = None
         if self.rules is not None and not math.isnan(self.shadow_s):
             would = shadow_report(table, self.seconds, self.shadow_s, self.rules, self.plan)
@@ -75,24 +75,63 @@ class StepRecord:
             different_ranks=table.different_ranks(),
             different_tensors=self.differing,
             shadow=would,
-            **of_all,
+            **self._of_all(),
             ranks_without_store=table.ranks_without_store(),
             network_s=table.network_s(self.seconds),
             dealt=self.dealt,
             slowest_ranks=self.slowest_ranks,
         )
 
-    def _of_rank(self, rank: int, row: Sequence[float], link: RankLink, cost: float) -> RankReport:
+    def brief(self) -> StepReport:
+        """The report without stages, scalars and links, in a fraction of its time: what was dropped, and the times."""
+        table, stages = self.table, self.table.of_stages
+        costs = self.usual_cost.relative_of(table.costs(), table.num_microbatches())
+        computed, stage_s = (table.rows[:, columns].tolist() for columns in (stages.computed, stages.stage_s))
+        told = zip(*(map(_KINDS[name], table.column(name)) for name in _BRIEF), strict=True)
+        waits_s = (table.last_submitted_s - busy_s for busy_s in table.column("busy_s"))
+        ranks = tuple(
+            RankReport(
+                rank=rank,
+                **dict(zip(_BRIEF, own, strict=True)),
+                wait_s=wait_s,
+                reach=self._reach(shares),
+                stages=(),
+                stage_s=at_s,
+                cause=CAUSES[int(cause)] if cause >= 0 else None,
+                cost=cost,
+            )
+            for rank, (own, wait_s, shares, at_s, cause, cost) in enumerate(
+                zip(told, waits_s, computed, map(tuple, stage_s), table.column("cause"), costs, strict=True)
+            )
+        )
+        return StepReport(
+            self.step,
+            self.seconds,
+            self.deadline_s,
+            ranks,
+            (),
+            network_s=table.network_s(self.seconds),
+            dealt=self.dealt,
+            **self._of_all(),
+            slowest_ranks=self.slowest_ranks,
+        )
+
+    def _of_all(self) -> dict[str, Any]:
+        return {own.name: own.kind(max(self.table.column(own.name))) for own in _OF_ALL}
+
+    def _reach(self, computed: Sequence[float]) -> float:
         plan = self.plan
+        return sum(share * stage.numel for share, stage in zip(computed, plan.stages, strict=True)) / plan.numel
+
+    def _of_rank(self, rank: int, row: Sequence[float], link: RankLink, cost: float) -> RankReport:
         computed, _, stage_s, weights = (tuple(row[columns]) for columns in self.table.of_stages)
-        reach = sum(share * stage.numel for share, stage in zip(computed, plan.stages, strict=True)) / plan.numel
         cause = int(row[COLUMN["cause"]])
         numbers: dict[str, Any] = {name: kind(row[column]) for name, column, kind in _AS_THEY_ARE}
         return RankReport(
             rank=rank,
             **numbers,
             wait_s=self.table.last_submitted_s - row[COLUMN["busy_s"]],
-            reach=reach,
+            reach=self._reach(computed),
             stages=computed,
             stage_s=stage_s,
             cause=CAUSES[cause] if cause >= 0 else None,

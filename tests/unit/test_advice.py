@@ -181,6 +181,11 @@ VALUES = {
         lambda _: LateHandling(late_by="clock"),
         *(lambda _, choice=choice: LateHandling(late_by=choice) for choice in ("host", "device")),
     ),
+    "log_every_s={}: must be a positive number of seconds, such as 60 (infinite: what is dropped is not logged)": (
+        lambda _: straggle.Merge(log_every_s=0),
+        lambda _: straggle.Merge(log_every_s=60),
+        lambda _: straggle.Merge(log_every_s=math.inf),
+    ),
     "stuck_after_s={}: must be a positive number of seconds, such as 10 (infinite: no rank is reported as stuck)": (
         lambda _: LateHandling(stuck_after_s=0),
         lambda _: LateHandling(stuck_after_s=10),

@@ -1,0 +1,255 @@
+"""What the ranks of a run drop: counted as its steps end, and said in the log, so that a plain script sees it, too."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import nn
+
+from straggle.merge.channel import Channel
+from straggle.merge.replica import Replica
+from straggle.merge.round import Round
+from straggle.merge.step_record import StepRecord
+from straggle.policies.ddp_time import DdpPrediction
+from straggle.report import CAUSE_WORDS, Cause, RankReport, StepReport
+
+FIRST = 20  # steps from the first one with drops, after which there is enough to say
+_KEPT = 8  # steps without drops that show how slow ranks usually are
+_LENGTH = 120  # of a line
+_NAMED = 3  # ranks in a list
+_HALF = 0.5  # a rank that gives less of what it could is named with what to do about it
+
+_log = logging.getLogger("straggle")
+
+
+@dataclass
+class RankDrops:
+    """One rank: ``missing`` counts steps, 0.5 for one in which it gave half; ``causes`` those with something missing.
+
+    ``slowest``: if it is a replica of several ranks, which of them its others waited for when it was late.
+    """
+
+    late: int = 0
+    missing: float = 0.0
+    nonfinite_steps: int = 0
+    without_data: int = 0  # steps
+    causes: Counter[Cause] = field(default_factory=Counter)
+    slowest: Counter[int] = field(default_factory=Counter)
+
+    def add(self, own: RankReport, slowest: int) -> bool:
+        """One more step for which this rank had data; true if something is missing that its loop did not leave out."""
+        self.nonfinite_steps += own.nonfinite > 0
+        self.late += own.late
+        if own.late and slowest >= 0:
+            self.slowest[slowest] += 1
+        if own.cause is None or own.cause == "skipped" or not own.reach < 1:
+            return False
+        self.missing += 1 - own.reach
+        self.causes[own.cause] += 1
+        return True
+
+
+class Drops:
+    """What was dropped since the model was wrapped, and how long its steps took; the first of them is in no time.
+
+    ``is_dealt``: each rank gets as much work as it has time for.
+    """
+
+    def __init__(self) -> None:
+        self.num_steps = self.num_with_drops = 0
+        self.is_dealt = False
+        self._ranks: dict[int, RankDrops] = {}
+        self._seconds = 0.0
+        self._whole: deque[StepRecord] = deque(maxlen=_KEPT)  # the last steps in which nothing was dropped
+        self._prediction = DdpPrediction()
+        self._saved_s = 0.0  # by the steps with drops
+        self._saved_whole_s, self._num_predicted = 0.0, 0  # by those of the others that were predicted
+
+    def add(self, current: Round) -> None:
+        """A step is merged. If it is a usual one, this call is all that it costs."""
+        record = current.record
+        if not record.table.is_usual:
+            self._add_unusual(record)
+            return
+        self.num_steps += 1
+        self._seconds += record.seconds
+        self._whole.append(record)
+
+    def share(self, rank: int) -> float:
+        """Which share of its gradients this rank dropped, over the steps for which it had data: 0 to 1."""
+        own = self._ranks[rank]
+        return own.missing / max(1, self.num_steps - own.without_data)
+
+    @property
+    def ranks(self) -> dict[int, RankDrops]:
+        """All that is known of some ranks; those that dropped most come first."""
+        return {rank: self._ranks[rank] for rank in sorted(self._ranks, key=lambda rank: (-self.share(rank), rank))}
+
+    @property
+    def mean_s(self) -> float:
+        """The mean step."""
+        return self._seconds / max(1, self.num_steps - 1)
+
+    @property
+    def ddp_s(self) -> float:
+        """The mean step as DDP would have made it."""
+        timed = self.num_steps - 1
+        whole_s = (timed - self.num_with_drops) * self._saved_whole_s / max(1, self._num_predicted)
+        return self.mean_s + (self._saved_s + whole_s) / max(1, timed)
+
+    def _add_unusual(self, record: StepRecord) -> None:
+        table = record.table
+        idle, absent = table.column("idle"), table.column("absent")
+        if all(absent):  # this rank took no part, and knows nothing of the step
+            return
+        self._seconds += record.seconds if self.num_steps else 0.0
+        self.num_steps += 1
+        for rank, has_none in enumerate(map(max, idle, absent)):
+            if has_none:
+                self._of(rank).without_data += 1
+        if max(table.column("cause")) >= 0 or any(table.column("late")) or any(table.column("nonfinite")):
+            self._add_report(record.brief())
+        else:
+            self._whole.append(record)
+
+    def _add_report(self, report: StepReport) -> None:
+        dropped = False
+        for own in report.ranks:
+            if not (own.idle or own.absent) and (own.late or own.nonfinite or own.cause is not None):
+                slowest = report.slowest_ranks[own.rank] if report.slowest_ranks else -1
+                dropped |= self._of(own.rank).add(own, slowest)
+        self.is_dealt = report.dealt
+        while self._whole:
+            self._predict(self._whole.popleft().brief(), dropped=False)
+        self._predict(report, dropped=dropped)
+
+    def _predict(self, report: StepReport, *, dropped: bool) -> None:
+        saved_s = self._prediction.add(report).seconds - report.seconds
+        saved_s = saved_s if math.isfinite(saved_s) else 0.0
+        if dropped:
+            self.num_with_drops += 1
+            self._saved_s += saved_s
+        else:
+            self._num_predicted += 1
+            self._saved_whole_s += saved_s
+
+    def _of(self, rank: int) -> RankDrops:
+        return self._ranks.setdefault(rank, RankDrops())
+
+
+@dataclass(frozen=True)
+class Names:
+    """What lines call things: the ``model``, and its ``ranks`` by their row, each of which is a ``row``."""
+
+    model: str
+    ranks: Sequence[int]
+    row: Literal["rank", "replica"] = "rank"
+
+    @staticmethod
+    def of(module: nn.Module, channel: Channel, replica: Replica) -> Names:
+        """The class of a model's module; replicas by their place, single ranks as the job numbers them."""
+        model = type(getattr(module, "_orig_mod", module)).__name__  # `torch.compile` wraps it
+        if replica.vote is not None:
+            return Names(model, range(replica.count), "replica")
+        return Names(model, channel.names)
+
+
+def words_of(drops: Drops, names: Names) -> tuple[str, bool]:
+    """A line on what was dropped; and, if ranks give less than half, true and a second line on what to do."""
+    ranks, row = drops.ranks, names.row
+    times = f"{_time(drops.mean_s)} (DDP: {_time(drops.ddp_s)})"
+    line = f"straggle, {names.model}: {drops.num_steps:,} steps of {times}; dropped gradients: "
+    end = _not_finite(ranks, names)
+    dropped = [rank for rank, own in ranks.items() if own.missing]
+    line += ", ".join(_that_fit([_dropped(drops, names, rank) for rank in dropped], len(line + end), row)) + end
+    little = [str(names.ranks[rank]) for rank in dropped if drops.share(rank) > _HALF]
+    return (f"{line}\n{_remedy(little, names, drops)}", True) if little else (line, False)
+
+
+def _not_finite(ranks: Mapping[int, RankDrops], names: Names) -> str:
+    bad = [names.ranks[rank] for rank, own in ranks.items() if own.nonfinite_steps]
+    more = f", {len(bad) - 1} more" if len(bad) > 1 else ""
+    return f"; not finite: {names.row} {bad[0]}{more}" if bad else ""
+
+
+def _list(ranks: Sequence[str]) -> str:
+    return ", ".join(ranks[:_NAMED]) + (" and others" if len(ranks) > _NAMED else "")
+
+
+def _remedy(little: Sequence[str], names: Names, drops: Drops) -> str:
+    one, row = len(little) == 1, names.row
+    who, it = (f"{row} {_list(little)} gives", "it") if one else (f"{row}s {_list(little)} give", "them")
+    less = "" if drops.is_dealt or row == "replica" else f"deal {it} less (straggle.Rebalance), "
+    return f"{who} less than half: {less}wait longer (deadline=), leave {it} out, or see straggle watch"
+
+
+def _that_fit(clauses: Sequence[str], length: int, row: str) -> Iterator[str]:
+    """As many of them as go into a line of this length, at least one, and how many are left out."""
+    for number, clause in enumerate(clauses):
+        length += len(clause) + 2
+        if number and length > _LENGTH:
+            yield f"{len(clauses) - number} more {row}{'s' if len(clauses) - number > 1 else ''}"
+            return
+        yield clause
+
+
+def _dropped(drops: Drops, names: Names, rank: int) -> str:
+    own, share = drops.ranks[rank], drops.share(rank)
+    ((cause, often),) = own.causes.most_common(1)
+    times = f"late {own.late:,} times" if own.late else f"{often:,} times"
+    by = f", by rank {own.slowest.most_common(1)[0][0]}" if own.slowest else ""
+    return (
+        f"{share:.{0 if share >= 0.1 else 1}%} of {names.row} {names.ranks[rank]}'s ({times}, {CAUSE_WORDS[cause]}{by})"
+    )
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+class DropLog:
+    """Says it: ``place`` is this rank's row, and the lowest that takes part speaks. ``clock`` gives seconds.
+
+    All ranks that may speak keep the same books, so one that becomes the lowest says nothing again as if it were new.
+    """
+
+    def __init__(
+        self, names: Names, place: int, every_s: float, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.drops = Drops()
+        self._names, self._place, self._every_s, self._clock = names, place, every_s, clock
+        self._speaks = place == 0
+        self._due_at, self._due_step = math.inf, 0  # of the next line
+        self._num_said = 0  # steps with drops that were in the last line
+
+    def merged(self, current: Round) -> None:
+        """A step that was not usual is merged, and counted."""
+        num_with_drops = self.drops.num_with_drops
+        if num_with_drops == self._num_said:
+            return
+        table, now = current.record.table, self._clock()
+        if len(absent := table.absent_ranks()) < table.num_ranks:
+            self._speaks = self._place == min(set(range(table.num_ranks)) - absent)
+        if self._due_at == math.inf:
+            self._due_at, self._due_step = now + self._every_s, current.step + FIRST
+        if now >= self._due_at or (not self._num_said and current.step >= self._due_step):
+            self._due_at = now + self._every_s
+            self._say()
+
+    def close(self) -> None:
+        """No more steps come. What is said now is the last that a user sees, so a bad end is a warning again."""
+        if self.drops.num_with_drops:
+            self._say(closing=True)
+
+    def _say(self, *, closing: bool = False) -> None:
+        is_first, self._num_said = not self._num_said, self.drops.num_with_drops
+        if not (self._speaks and _log.isEnabledFor(logging.WARNING)):
+            return
+        words, is_bad = words_of(self.drops, self._names)
+        _log.log(logging.WARNING if is_first or (closing and is_bad) else logging.INFO, words)
