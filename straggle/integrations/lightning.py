@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from straggle.extras import needs_extra
-from straggle.integrations.options import Accumulation, take_options, wrapped
+from straggle.integrations.options import Accumulation, LastLoss, take_options, wrapped
 from straggle.observe.scalars import log_scalars
 from straggle.observe.watch import Watch, watch
 from straggle.parallel import StagedDataParallel
@@ -44,7 +44,8 @@ class StagedStrategy(DDPStrategy):
     """``DDPStrategy``; it also takes ``stages``, ``deadline``, ``estimator``, ``late_handling`` and ``merge``.
 
     With automatic optimization, one optimizer step is one `Step` with all its micro-batches. A late rank's training
-    step or backward pass ends early, and everything after it is called as usual, with merged gradients.
+    step or backward pass ends early, and all hooks are called as usual, with merged gradients. The output of a training
+    step that was left is the last loss of this rank, without what else such an output has.
 
     - A ``training_step`` that returns ``None`` on some ranks leaves these ranks out of the step's mean.
     - Loaders may have different lengths: a rank with no more batches takes part with weight 0 until all are done.
@@ -62,6 +63,7 @@ class StagedStrategy(DDPStrategy):
     def __init__(self, *positional: Any, **words: Any) -> None:
         self._staged_options = take_options(words)
         self._accumulation, self._in_fit, self._validating = Accumulation(), _InFit(self), contextlib.ExitStack()
+        self._last_loss = LastLoss()
         super().__init__(*positional, **words)
         if self._ddp_comm_hook is not None or self._ddp_comm_state is not None:
             raise ValueError("ddp_comm_hook and ddp_comm_state are DDP's: how contributions are merged is in merge=")
@@ -108,7 +110,7 @@ class StagedStrategy(DDPStrategy):
         self._validating.close()
 
     def training_step(self, *positional: Any, **words: Any) -> Any:
-        """The module's training step as one micro-batch; a loss without a graph if this rank is late or has no data."""
+        """The module's training step as one micro-batch; the rank's last loss if it is late or has no data."""
         model = self._automatic()
         if model is None:
             with self.precision_plugin.train_step_context():
@@ -118,7 +120,10 @@ class StagedStrategy(DDPStrategy):
         with self._microbatch(model, module.trainer):
             output = super().training_step(*positional, **words)
         module.forward = forward  # Lightning replaces it for the call, and a late rank does not get to restoring it
-        return torch.zeros((), device=self.root_device) if output is None else output
+        if output is None:
+            return self._last_loss.again(self.root_device)
+        self._last_loss.note(output.get("loss") if isinstance(output, Mapping) else output)
+        return output
 
     def _microbatch(self, model: StagedDataParallel, trainer: Any) -> contextlib.AbstractContextManager[Any]:
         """The micro-batch of a training step; the first of an accumulation begins a step."""
@@ -139,9 +144,9 @@ class StagedStrategy(DDPStrategy):
             loss: Tensor = super().backward(closure_loss, optimizer, *positional, **words)
             return loss
         step, precision = model.open_step, self.precision_plugin
+        closure_loss = precision.pre_backward(closure_loss, self.lightning_module)
         with step.microbatch():
             if closure_loss.requires_grad:
-                closure_loss = precision.pre_backward(closure_loss, self.lightning_module)
                 precision.backward(closure_loss, self.lightning_module, optimizer, *positional, **words)
         if not self.lightning_module.trainer.fit_loop._should_accumulate():
             step.end()

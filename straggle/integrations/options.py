@@ -1,4 +1,4 @@
-"""Shared by all integrations: the options of `StagedDataParallel`, and the step that a framework accumulates into."""
+"""Shared by all integrations: the options of `StagedDataParallel`, a framework's accumulation, and the last loss."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from straggle.parallel import StagedDataParallel
 from straggle.step import Step
@@ -59,3 +60,20 @@ class Accumulation:
         step.num_microbatches = self._num_begun[step]
         step.end()
         model.zero_grad()
+
+
+class LastLoss:
+    """The last loss that this rank computed: what a late rank's own code has for a loss."""
+
+    def __init__(self) -> None:
+        self._loss: Tensor | None = None
+
+    def note(self, loss: object) -> None:
+        """This is the last one now, if it is a tensor."""
+        if isinstance(loss, Tensor):
+            self._loss = loss.detach().clone()  # code may go on to change it in place
+
+    def again(self, device: torch.device) -> Tensor:
+        """Its value (0 before the first), with a backward pass that comes to no parameter."""
+        value = torch.zeros((), device=device) if self._loss is None else self._loss.clone()
+        return value.requires_grad_().clone()  # no leaf, which nothing may change in place
