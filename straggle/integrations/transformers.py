@@ -7,6 +7,8 @@ trainer.train()
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from straggle.backward.hooks import ModuleHook
 from straggle.extras import needs_extra
-from straggle.integrations.options import Accumulation, take_options, wrapped
+from straggle.integrations.options import Accumulation, LastLoss, take_options, wrapped
 from straggle.merge.step_record import StepRecord
 from straggle.observe.scalars import StepScalars
 from straggle.observe.watch import Watch, watch
 from straggle.parallel import StagedDataParallel
+from straggle.step import Step
 
 with needs_extra("transformers"):
     from transformers import Trainer, TrainerCallback
@@ -38,7 +42,11 @@ class StagedTrainerMixin:
     What differs from the base class on several processes:
 
     - One optimizer step is one `Step`, with all its micro-batches. Clipping, schedulers and callbacks see the merged
-      gradients. ``on_substep_end`` is also called for a micro-batch that was cut short.
+      gradients.
+    - The deadline leaves ``compute_loss`` and ``accelerator.backward``, whichever class defines them, and nothing else:
+      the code of a ``training_step`` around them, ``_prepare_inputs`` and ``on_substep_end`` run as often on all ranks.
+      There a late rank has for a loss the last one that it computed. A ``training_step`` that calls the model itself,
+      or takes outputs from ``compute_loss``, is left from there on.
     - ``average_tokens_across_devices`` is done by the merge, which weights each rank by its tokens, without a
       collective. A late rank counts with the gradients that it computed.
     - The logged loss is the mean over the ranks that finished a micro-batch, weighted in the same way. The numbers of
@@ -66,6 +74,8 @@ class StagedTrainerMixin:
         self._merged_loss = 0.0  # mean of the last step, over ranks
         self._loss = torch.zeros(())  # sum over the open step's micro-batches, weighted
         self._num_finished = 0
+        self._micro_batch: _MicroBatch | None = None  # whose training_step runs
+        self._last_loss, self._gives_more = LastLoss(), False  # compute_loss gives more than a loss
         self._tokens: float | None = None  # of this rank in the next step
         self._full: float | None = None  # tokens of a full step, which has weight 1
         super().__init__(*positional, **words)
@@ -92,7 +102,7 @@ class StagedTrainerMixin:
     # -- what Trainer calls
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the base class; ``unwrap_model`` then also unwraps `StagedDataParallel`."""
+        """As the base class; its accelerator then unwraps `StagedDataParallel`, and a late rank leaves ``backward``."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         unwrap = self.accelerator.unwrap_model
 
@@ -100,6 +110,7 @@ class StagedTrainerMixin:
             return unwrap(model.module if isinstance(model, StagedDataParallel) else model, *args, **words)
 
         self.accelerator.unwrap_model = unwrap_model
+        self.accelerator.backward = partial(self._backward, self.accelerator.backward)
 
     def get_train_dataloader(self) -> Any:
         """As the base class; refuses a loader that reads on one rank for all, because all would wait for it."""
@@ -120,6 +131,7 @@ class StagedTrainerMixin:
             model = self.accelerator.prepare_model(model, evaluation_mode=True)
         self._staged = wrapped(model, self._staged_options)
         self._staged.register_step_hook(self._merged)
+        self._staged.register_forward_pre_hook(ModuleHook(self._before_forward))
         return self._staged
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
@@ -131,21 +143,68 @@ class StagedTrainerMixin:
         self._tokens = float(num_items) or _NO_TOKENS
         return max(num_items, 1)  # the divisor of an empty loss
 
-    def training_step(self, model: nn.Module, *inputs: Any, **words: Any) -> Tensor:
+    def train(self, *positional: Any, **words: Any) -> Any:
+        """Train as the base class does, with ``training_step`` and ``compute_loss`` as parts of a step."""
+        with (
+            _goes_through(self, "training_step", self._training_step),
+            _goes_through(self, "compute_loss", self._compute_loss),
+        ):
+            return super().train(*positional, **words)  # type: ignore[misc]
+
+    # -- one micro-batch
+
+    def _training_step(self, base: Callable[..., Tensor], model: nn.Module, *inputs: Any, **words: Any) -> Tensor:
         """Run one micro-batch of a step; returns the step's loss after the last one, and zero before."""
         if not isinstance(model, StagedDataParallel):
-            return super().training_step(model, *inputs, **words)  # type: ignore[misc, no-any-return]
-        step = self._step_of(model, is_last=self.accelerator.sync_gradients)
-        with step.microbatch():
-            self._loss += super().training_step(model, *inputs, **words).cpu()  # type: ignore[misc]
+            return base(model, *inputs, **words)
+        is_last, loss = self.accelerator.sync_gradients, None
+        self._micro_batch = micro_batch = _MicroBatch(partial(self._step_of, model, is_last=is_last))
+        try:
+            with micro_batch:
+                loss = base(model, *inputs, **words)
+        finally:
+            self._micro_batch = None
+        step = micro_batch.step  # it begins here if nothing was computed
+        if loss is not None and not step.late:
+            self._loss += loss.cpu()
             self._num_finished += 1
-        if not self.accelerator.sync_gradients:
+        if not is_last:
             return torch.zeros((), device=self.args.device)
         if self._num_finished:  # missing micro-batches are assumed to be like the others
-            loss = float(self._loss) * step.num_microbatches / self._num_finished
-            step.log(**dict(zip(_LOSS, (loss * step.weight, step.weight), strict=True)))
+            mean = float(self._loss) * step.num_microbatches / self._num_finished
+            step.log(**dict(zip(_LOSS, (mean * step.weight, step.weight), strict=True)))
         step.end()
         return torch.tensor(self._merged_loss, device=self.args.device)
+
+    def _compute_loss(self, base: Callable[..., Any], model: nn.Module, *inputs: Any, **words: Any) -> Any:
+        """The base class's, which a late rank leaves; it then has its last loss, which leads to no parameter."""
+        micro_batch = self._micro_batch
+        if micro_batch is None or micro_batch.computes or not torch.is_grad_enabled():
+            return base(model, *inputs, **words)
+        if self._gives_more or words.get("return_outputs") or inputs[1:2] == (True,):
+            micro_batch.compute_to_end()  # a late rank has no outputs that the caller could go on with
+            return base(model, *inputs, **words)
+        with micro_batch.computing():
+            computed = base(model, *inputs, **words)
+            self._gives_more = not isinstance(computed, Tensor)  # known after the first step, in which no rank is late
+            self._last_loss.note(computed)
+            return computed
+        return self._last_loss.again(self.args.device)
+
+    def _backward(self, base: Callable[..., None], loss: Tensor, **words: Any) -> None:
+        """The accelerator's; a late rank leaves it, or has nothing to compute in it."""
+        micro_batch = self._micro_batch
+        if micro_batch is None or micro_batch.computes:
+            base(loss, **words)
+            return
+        with micro_batch.computing() as step:
+            base(loss.detach().requires_grad_() if step.late else loss, **words)
+
+    def _before_forward(self, *_: Any) -> None:
+        """The model is called; if that is by a training step itself, its rest is what computes."""
+        micro_batch = self._micro_batch
+        if micro_batch is not None and not micro_batch.computes and torch.is_grad_enabled():
+            micro_batch.compute_to_end()
 
     def _step_of(self, model: StagedDataParallel, *, is_last: bool) -> Any:
         begins, num_expected = model.open_step is None, self.current_gradient_accumulation_steps  # type: ignore[attr-defined]
@@ -210,6 +269,62 @@ class StagedTrainerMixin:
 
     def _state_file(self, folder: str) -> Path:
         return Path(folder) / f"straggle_{self.args.process_index}.pt"
+
+
+class _MicroBatch:
+    """One call of ``training_step``, as a context manager, and which of its code the deadline leaves.
+
+    The step begins when something is computed first, so that what comes before takes none of the deadline.
+    """
+
+    def __init__(self, begun: Callable[[], Step]) -> None:
+        self._begun = begun
+        self._step: Step | None = None
+        self._rest = contextlib.ExitStack()
+        self.computes = False  # the deadline leaves the code that runs
+
+    def __enter__(self) -> None:
+        """Nothing is left yet."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
+        if self._rest.__exit__(kind, error, traceback):
+            return True
+        if error is not None:
+            self.step.end(error)  # does nothing if it was raised by what computes
+        return False
+
+    @property
+    def step(self) -> Step:
+        """The step that this is a micro-batch of; begins it."""
+        if self._step is None:
+            self._step = self._begun()
+        return self._step
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[Step]:
+        """The deadline leaves the block, and the code after it goes on."""
+        self.computes = True
+        try:
+            with self.step.microbatch() as step:
+                yield step
+        finally:
+            self.computes = False
+
+    def compute_to_end(self) -> None:
+        """The deadline leaves all that comes from here on."""
+        self._rest.enter_context(self.computing())
+
+
+@contextlib.contextmanager
+def _goes_through(owner: Any, name: str, around: Callable[..., Any]) -> Iterator[None]:
+    """Make calls of a method ``around(method, ...)``, whichever class defines it, until the block ends."""
+    own = {name: vars(owner)[name]} if name in vars(owner) else {}
+    setattr(owner, name, partial(around, getattr(owner, name)))
+    try:
+        yield
+    finally:
+        delattr(owner, name)
+        vars(owner).update(own)
 
 
 class StagedTrainer(StagedTrainerMixin, Trainer):
