@@ -81,8 +81,8 @@ def train_elastic(config: DictConfig, *, resumes: Callable[..., bool]) -> None:
             with ExitStack() as observed:
                 _train(job, config, checkpoint, first_step, observed)
             _loop_ended(job, config, checkpoint, told, stop)
-        except JobDone as error:
-            sys.stdout.write(f"{error}: there is nothing left to do for this rank\n")
+        except JobDone:  # which is logged
+            pass
         except NotSaved as error:
             job.close()
             if checkpoint.ranks.leads:  # which may be any rank

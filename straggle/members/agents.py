@@ -16,8 +16,6 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 PREFIX = "straggle/agents"
 # exit status of a worker for which the job is over, and which must not be restarted; EX_PROTOCOL of sysexits.h
 DO_NOT_RESTART = 76
-# the reason of `post_over` if all other ranks have done their work
-DONE = "the job is done"
 # exit status of a worker whose command line or configuration is wrong, as in `argparse`
 WRONG_CONFIGURATION = 2
 

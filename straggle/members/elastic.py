@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from straggle.members.agents import DONE, Exited, exited
+from straggle.members.agents import Exited, exited
 from straggle.members.in_replica import ALONE, InReplica
-from straggle.members.membership import JobDone, Membership, new_incarnation
+from straggle.members.membership import Membership, new_incarnation
 from straggle.members.view import Elastic, View
 from straggle.merge.channel import Channel, GroupsChanged, LongWait, PeerFailed
 from straggle.merge.groups import GlooGroup, ProcessGroups, is_of_peer, is_over, let_go
@@ -307,16 +307,18 @@ class ElasticChannel(Channel):
             long_wait.look()
         raise GroupsChanged
 
+    @property
+    def uncaught(self) -> BaseException | None:
+        """The exception that ends this process, if one does."""
+        return self._progress.uncaught
+
     def close(self) -> None:
         """Leave the job: with the error that ended it, or, after the loop, when the other members have come as far."""
-        error = self._progress.uncaught
+        error = self.uncaught
         if error is None or isinstance(error, PeerFailed) or self.membership.left_for_good:
             self.membership.leave_at_the_end()
         else:
             self.membership.leave_with_an_error(self._progress.raised(self.name, error))
-        # a program that caught the error may go on with another model, and there the others wait for this rank
-        if isinstance(error, JobDone):
-            self.membership.end(DONE)
         self.membership.close()
         super().close()
 

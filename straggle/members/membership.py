@@ -48,12 +48,17 @@ class TooFewRanks(PeerFailed):
         self.ranks = ranks
 
 
-class JobDone(PeerFailed):
+class JobDone(SystemExit):
     """This rank was out, or was restarted, when the others came to the end of their loops with this model.
 
-    A program that goes on with another model catches this and wraps that model. If it ends the process, the launcher
-    does not restart it.
+    Nothing has failed, and nothing is left to do: uncaught, it ends the process with status 0 and without a traceback,
+    and no ``except Exception`` takes it for an error. A program that goes on with another model catches it by its name
+    and wraps that model.
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.code = 0
 
 
 def new_incarnation() -> str:
@@ -141,7 +146,9 @@ class Membership:
         if self.left_for_good:
             return
         if view.is_done or (self.detector.alone and ended):
-            raise JobDone(f"{self._own} comes late: {self.inside.named(ended)} have ended their loops")
+            done = JobDone(f"{self._own} comes late: {self.inside.named(ended)} have ended their loops")
+            _log.warning("%s: there is nothing left to do for this rank", done)  # as Python prints nothing for it
+            raise done
         if self.detector.alone:
             raise TooFewRanks(
                 f"{self._own}: {self.inside.named(view.ranks)} were the members, and none of them gives a sign of "

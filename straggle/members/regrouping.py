@@ -113,7 +113,7 @@ class Regrouping:
                 left_s -= _LOOK_S
         _log.error("%s; this process has not ended by itself in %g s, and is ended", error, _END_S)
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(0 if isinstance(error, JobDone) else 1)
 
     def _look(self) -> None:
         """Do what is due now, or wait for a moment."""

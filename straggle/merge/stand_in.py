@@ -219,7 +219,7 @@ class StandIn:
         except BaseException as error:
             with self._lock:
                 self.error = error
-                if not isinstance(error, PeerFailed):  # the training thread raises a `PeerFailed`
+                if not isinstance(error, PeerFailed | SystemExit):  # the training thread raises these
                     _log.error("rank %d: its stand-in ended, no thread submits for it: %r", self._channel.name, error)
                 self._training.stop_up_to(self._merging.step)
                 self._merging.step_merged.notify_all()

@@ -121,9 +121,6 @@ class Agent:
                     self._ask(partial(agents.post_over, why=f"rank {self.rank}'s configuration is wrong"))
                 return self._stays_down(then.why)
             if (over := self._ask(agents.over)) is not None:
-                if over == agents.DONE:
-                    say(f"rank {self.rank} ended {own}, and is not started again: the others have done the work")
-                    return ""
                 return self._stays_down(over)
             say(
                 f"rank {self.rank} ended {own}; started again in {then.delay_s:g} s "
