@@ -60,6 +60,7 @@ class Leaving:
 
 DONE = Leaving("done", "ended")  # its loop is over
 NOTICE = Leaving("notice", "was told to end, and handed its place over")
+NOT_KNOWN = "not known"  # the reason of a change in a view that a rank has not seen
 STARTED_AGAIN = Leaving("restarted", "was started again")
 TOO_FAR_BEHIND = "it fell behind by more merged steps than may wait for it (max_lag)"
 
@@ -178,7 +179,7 @@ class View:
         changed = [*((rank, False) for rank in gone), *((rank, True) for rank in new)]
         known = {**{(change.rank, change.joined): change for change in self.changes}, **seen}
         known = {**known, **{(rank, False): Change.left(rank, DONE) for rank in self.ended}}
-        return tuple(known.get(which, Change(*which, "not known")) for which in changed)
+        return tuple(known.get(which, Change(*which, NOT_KNOWN)) for which in changed)
 
     def said(self, kind: str = "rank") -> str:
         """The changes in words; ``kind``: what a member is."""

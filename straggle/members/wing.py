@@ -13,6 +13,7 @@ from straggle.members.completion import MembersCompletion
 from straggle.members.elastic import ElasticChannel
 from straggle.members.healing import Healing
 from straggle.members.member import Member
+from straggle.members.own_collectives import OwnCollectives
 from straggle.members.put_out import PutOut
 from straggle.members.regrouping import Regrouping
 from straggle.members.view import NOTICE
@@ -47,6 +48,7 @@ class Members(Wing):
         self.completion = MembersCompletion(rank, self.member)
         self.departure = self.member.notice
         self.comes_late = channel.comes_late
+        self._own_collectives = OwnCollectives(channel.membership)
         rank.stand_in.waits_for_room = False  # a rank that is far behind takes a state instead, so no peer waits for it
 
     def attach(
@@ -114,6 +116,7 @@ class Members(Wing):
 
     def built(self) -> None:
         """Follow the members, unless this rank has yet to ask to be let in."""
+        self._own_collectives.begin(comes_late=self.comes_late)
         if not self.comes_late:
             self.regrouping.start()
 
@@ -182,6 +185,7 @@ class Members(Wing):
 
     def close(self) -> None:
         """End the thread that follows the members."""
+        self._own_collectives.close(self.channel.uncaught)
         if self.member.notice.peers_go_on:
             self.channel.membership.why_it_ends = NOTICE
         self.regrouping.close()

@@ -10,6 +10,11 @@ from typing import NamedTuple
 from straggle.stuck.frames import Kind
 
 SILENT = "it gives no word of itself: its process is stopped, something holds its GIL, or its host is gone"
+# what a loop with members writes in place of a collective of its own, which ...
+INSTEAD = (
+    "needs all processes that the job began with: write step.log(loss=loss) and read model.last_report.scalars, or "
+    "`with model.pause():` in place of a barrier"
+)
 _MANY = 8  # ranks that are named one by one
 
 
@@ -65,10 +70,13 @@ class Finding(NamedTuple):
     is_waited_for: bool = True
 
 
-def finding(own: int, states: Mapping[int, RankState], ranks: Sequence[int], limit_s: float) -> Finding | None:
+def finding(
+    own: int, states: Mapping[int, RankState], ranks: Sequence[int], limit_s: float, left: Sequence[int] = ()
+) -> Finding | None:
     """What rank ``own``, which does not go on, knows of itself and those at the same place; ``None``: nothing yet.
 
-    ``ranks``: all that take part. ``states``: of those that do not go on. ``limit_s``: from when on a rank is stuck.
+    ``ranks``: all that take part; ``left``: those that do not any more. ``states``: of those that do not go on.
+    ``limit_s``: from when on a rank is stuck.
     """
     me = states[own]
     stuck = {rank for rank, state in states.items() if state.kind == "stuck" and state.quiet_s >= limit_s}
@@ -81,7 +89,7 @@ def finding(own: int, states: Mapping[int, RankState], ranks: Sequence[int], lim
     nobody = not waiting and not me.lag and me.kind == "stuck"
     if nobody and set(ranks) - stuck:
         return None  # the others are at work, or have not said that they wait
-    words = _words(me, group, waiting, others)
+    words = _words(me, group, waiting, others, left)
     return Finding(words if own == group[0] else "", group, waiting, is_waited_for=not nobody)
 
 
@@ -89,16 +97,22 @@ def _waits(state: RankState, for_one: RankState) -> bool:
     return state.kind == "waits" or (state.kind == "collective" and for_one.kind == "stuck")
 
 
-def _words(me: RankState, group: Sequence[int], waiting: Sequence[int], others: Sequence[int]) -> str:
+def _words(
+    me: RankState, group: Sequence[int], waiting: Sequence[int], others: Sequence[int], left: Sequence[int]
+) -> str:
     have = "has" if len(group) == 1 else "have"
     words = f"{named(group)} {have} {me.since}, {me.where}"
     if me.kind == "collective":
         last = f" ({me.collective})" if me.collective else ""
+        without = f"; {named(left)} {'is no member' if len(left) == 1 else 'are no members'}, and it {INSTEAD}"
+        if left and not others:
+            return f"{words}, a collective of the loop's own{last}{without}"
         if not others:
             return (
                 f"{words}, a collective{last} that all ranks have begun and that does not end: the network is in doubt"
             )
-        return f"{words}, a collective of the loop's own{last} that {named(others)} {_has(others)} not begun"
+        words = f"{words}, a collective of the loop's own{last} that {named(others)} {_has(others)} not begun"
+        return f"{words}{without}" if left else words
     if waiting:
         return f"{words}; {named(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for {_it(group)}"
     if me.lag:

@@ -211,7 +211,9 @@ class StuckWatch(Wing):
 
     def _look_at_own(self, state: RankState) -> None:
         states = {**self._states(), self._channel.name: state}
-        found = finding(self._channel.name, states, self._channel.named(self._channel.awaited), self._limit_s)
+        awaited = self._channel.named(self._channel.awaited)
+        left = sorted({*self._channel.names} - {*awaited})
+        found = finding(self._channel.name, states, awaited, self._limit_s, left)
         if found is None:
             return
         self._known = True
