@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from straggle.members.away import Away
 from straggle.members.membership import Membership
 from straggle.members.moved_round import Notes, freeze, go_on, notes_of
 from straggle.members.notice import Notice
@@ -50,6 +51,7 @@ class Member:
         self.awaits_state = False  # it waits for its state and does nothing else
         self.has_room: Callable[[], bool] = lambda: False  # for its state's copy
         self._last_taken_at = 0  # the step that was being merged when it last took a merged step
+        self._away = Away(rank)
         self._catch_up: tuple[int, int] | None = None  # a healed rank: the step it must reach, and its lag then
         self._healing: frozenset[int] = frozenset()  # members that wait for their state
         self._last_telemetry = torch.empty(0)  # of the last merged step, for a member that lacks it
@@ -327,6 +329,9 @@ class Member:
         membership.step = self._rank.merging.step
         self._note_healing(self._healing & stood_in)
         membership.detector.healing = stood_in
+        if missed := stood_in - self._healing:
+            speaks = place == min(set(self._rank.rounds.ranks) - stood_in, default=-1)
+            self._away.merged(step, missed, table.away_ranks(), speaks=speaks)
         if self._rank.stand_in.gives_nothing and self._catch_up is None and not self.fell_behind:
             self._tables.append((step, table))
         else:
@@ -382,12 +387,14 @@ class Member:
         The peers do not wait for this rank meanwhile.
         """
         if not self._ring_is_full():
+            if not self._rank.stand_in.gives_nothing:
+                self._away.stands_in()
             return
         _log.warning(
-            "rank %d has been in %s of step %d while %d steps were merged (max_lag=%d): it takes the state of a peer "
+            "rank %d has been %s step %d while %d steps were merged (max_lag=%d): it takes the state of a peer "
             "when it is back",
             self._rank.channel.name,
-            self._rank.stopwatch.phase,
+            f"in {self._rank.stopwatch.phase} of" if self.is_in_step else "between two steps, before",
             self._rank.training.step,
             self._rank.lag,
             self._rank.deadline.late_handling.max_lag,

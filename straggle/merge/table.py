@@ -34,6 +34,7 @@ from straggle.report import CAUSES
 from straggle.source.kept import UNDECIDED
 
 _SKIPPED = CAUSES.index("skipped")
+_BETWEEN = tuple(map(CAUSES.index, ("outside", "optimizer", "data")))  # phases that a loop has between two steps
 
 
 @lru_cache(maxsize=64)
@@ -201,6 +202,12 @@ class Table:
     def stood_in_ranks(self) -> frozenset[int]:
         """Ranks that were stood in for."""
         return frozenset(rank for rank, stood_in in enumerate(self._columns["stood_in"]) if stood_in)
+
+    def away_ranks(self) -> frozenset[int]:
+        """Ranks that were stood in for while their loops were at work between two steps."""
+        columns = zip(self._columns["cause"], self._columns["compute_s"], strict=True)
+        between = {rank for rank, (cause, own_s) in enumerate(columns) if cause in _BETWEEN and math.isnan(own_s)}
+        return self.stood_in_ranks() & between
 
     def absent_ranks(self) -> frozenset[int]:
         """Ranks that took no part."""

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -459,3 +460,82 @@ def test_refused_worker_ends_the_wait_of_its_peers_before_the_job_has_begun(tmp_
         assert job.status() == 2  # the peer would wait for give_up_s, 300 s
     assert [starts(tmp_path, rank) for rank in range(2)] == [1, 1]
     assert "rank 0, before step 0: the job is over: rank 1's configuration is wrong" in job.log.read_text()
+
+
+# -- loops with members
+
+LOOP = """
+import torch, torch.distributed as dist, straggle
+torch.set_num_threads(1); dist.init_process_group("gloo"); torch.manual_seed(0)
+net = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
+model = straggle.StagedDataParallel(net, deadline=0.05, members=straggle.Elastic(min_ranks=1))
+optimizer = torch.optim.SGD(net.parameters(), 0.01)
+step = model.register_state(optimizer=optimizer)
+def train_to(last):
+    global step
+    while step < last:
+        with model.step():
+            model(torch.ones(2, 8)).square().mean().backward()
+        optimizer.step(); optimizer.zero_grad(); step = model.last_report.step + 1
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("around", ["plain", "caught"])
+def test_rank_that_works_alone_until_the_others_are_done_is_told_so_and_ends_without_an_error(
+    around: str, tmp_path: Path
+) -> None:
+    body = """
+    train_to(20)
+    try:
+        if rank == "0":
+            while not Path("closed.1.0").exists():
+                model(torch.ones(2, 8))
+        train_to(100)
+    except Exception:
+        if AROUND == "caught":
+            leave("caught")
+        raise
+    finally:
+        leave("finally")
+    model.close(); leave("closed")
+    """
+    with launched(
+        tmp_path,
+        LOOP + f"AROUND = {around!r}\n" + textwrap.dedent(body),
+        "--nproc-per-node=2",
+        "--preload=torch",
+        GLOO_SOCKET_IFNAME="lo",
+    ) as job:
+        assert job.status() == 0, job.log.read_text()
+    said = job.log.read_text()
+    assert "Traceback" not in said
+    assert "rank 0 comes late: ranks [1] have ended their loops: there is nothing left to do for this rank" in said
+    assert said.index("write `with model.pause():`") < said.index("rank 0 comes late")
+    assert [(tmp_path / name).exists() for name in ("finally.0.0", "caught.0.0", "closed.0.0")] == [True, False, False]
+    assert starts(tmp_path, 0) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["dist.all_reduce(x)", "dist.all_reduce(x, async_op=True).wait()", "dist.barrier()"])
+def test_collective_of_the_loop_that_a_dead_rank_ends_says_who_that_was_and_what_to_write(
+    call: str, tmp_path: Path
+) -> None:
+    body = f"""
+    x = torch.ones(1)
+    while step < 10000:
+        train_to(step + 5)
+        if rank == "1" and step == 20:
+            os.kill(os.getpid(), 9)
+        {call}
+    """
+    options = ("--nproc-per-node=3", "--preload=torch", "--max-restarts=0")
+    with launched(tmp_path, LOOP + textwrap.dedent(body), *options, GLOO_SOCKET_IFNAME="lo") as job:
+        assert job.status() != 0
+    said = job.log.read_text()
+    for rank in (0, 2):
+        ends = [line for line in said.splitlines() if line.startswith(f"[rank{rank}]: RuntimeError")]
+        assert len(ends) == 1, said
+    why = r"(?: \((?:its process ended by SIGKILL|no sign of life)[^)]*\))?"  # a rank may not have seen that view
+    assert len(re.findall(rf"rank 1 left{why}, and a collective of", said)) >= 2, said
+    assert "write step.log(loss=loss)" in said

@@ -1,0 +1,72 @@
+"""When it is said that a rank is at work between two steps."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from straggle.members.away import INSTEAD, Away
+
+
+def away_of(
+    max_lag: int = 8, *, lag: int = 0, entered_at: float | None = None, line: str = "3"
+) -> tuple[Away, SimpleNamespace]:
+    """That of rank 0, whose training thread is in this line."""
+    rank = SimpleNamespace(
+        deadline=SimpleNamespace(late_handling=SimpleNamespace(max_lag=max_lag)),
+        training=SimpleNamespace(entered_at=entered_at),
+        channel=SimpleNamespace(name=0, names=range(3)),
+        lag=lag,
+        line=line,
+    )
+    rank.stand_in = SimpleNamespace(place=lambda: f", in main (train.py:{rank.line}), inside of {rank.lag} (t.py:1)")
+    return Away(rank), rank  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("max_lag", "lag"), [(8, 4), (9, 4), (2, 1), (1, 0)])
+def test_rank_is_told_after_half_of_max_lag_once_a_line(
+    max_lag: int, lag: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    away, rank = away_of(max_lag)
+    for rank.lag in range(max_lag):
+        away.stands_in()
+    told = [record.message for record in caplog.records]
+    assert len(told) == 1
+    assert f"while {lag} steps were merged without it, in main (train.py:3), inside of" in told[0]
+    assert told[0].endswith(INSTEAD)
+    rank.line = "7"  # another one's work is another matter
+    away.stands_in()
+    assert len(caplog.records) == 2
+
+
+def test_rank_in_its_step_is_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    away, _ = away_of(lag=7, entered_at=1.0)
+    away.stands_in()
+    assert not caplog.records
+
+
+def steps(*missed: tuple[int, bool]) -> list[tuple[int, frozenset[int], frozenset[int]]]:
+    """Of these steps: who was stood in for, and whether between two steps."""
+    return [(step, frozenset({2}), frozenset({2} if between else {})) for step, between in missed]
+
+
+BETWEEN = [(step, True) for step in range(5, 9)]
+IN_A_STEP = [(5, False), *((step, True) for step in range(6, 20))]  # its later steps it has not entered either
+BACK = [(5, True), (6, True), (8, True), (9, True), (10, True)]
+
+
+@pytest.mark.parametrize(
+    ("missed", "number"), [(BETWEEN, 1), (BETWEEN[:3], 0), (IN_A_STEP, 0), (BACK, 0), ([*BETWEEN, (9, True)], 1)]
+)
+def test_a_peer_names_it_once_after_half_of_max_lag_in_a_row(
+    missed: list[tuple[int, bool]], number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    for speaks in (True, False):
+        caplog.clear()
+        away, _ = away_of()
+        for step, stood_in, between in steps(*missed):
+            away.merged(step, stood_in, between, speaks=speaks)
+        said = [record.message for record in caplog.records]
+        assert len(said) == number * speaks
+        assert all(words.startswith("rank 2 has been at work between two steps while 4 steps were") for words in said)
