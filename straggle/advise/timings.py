@@ -133,8 +133,8 @@ def _from_watch(folder: Path, files: list[Path]) -> Timings:
     world_size = heads[0]["world_size"]
     if missing := sorted(set(range(world_size)) - set(ranks)):
         raise ValueError(
-            f"{folder}: {len(files)} of {world_size} ranks are there, rank {missing[0]} is missing; each rank writes "
-            "on its own machine: copy the files of all to one folder"
+            f"{folder}: {len(files)} of {world_size} ranks are there, rank {missing[0]} is missing: copy the "
+            "files of all machines to one folder, or, if it ran on this one, call straggle.watch(model) in the script"
         )
     if any(head["world_size"] != world_size for head in heads) or len(ranks) != world_size:
         raise ValueError(f"{folder}: the files are of runs of different sizes; remove those of the older one")

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -132,6 +133,9 @@ def test_a_model_that_cannot_be_watched_trains_on_and_it_is_told_why(kind, why, 
         ([], 2, "SCRIPT"),
         (["none.py"], 2, "none.py is no file"),
         (["run_dir=x"], 2, "which script?"),
+        (["-m"], 2, "which script?"),
+        (["-m", "no_package.train"], 2, "-m no_package.train: there is no such module here"),
+        (["-m", "..train"], 2, "-m ..train: there is no such module here"),
     ],
 )
 def test_words_that_are_wrong_are_refused(words, status, said, capsys, monkeypatch):
@@ -149,3 +153,91 @@ def test_the_script_has_its_own_words_and_errors(tmp_path, monkeypatch):
         watch.main()
     assert end.value.code == 7
     assert sys.argv[0] == "straggle"
+
+
+def test_a_module_is_run_as_python_runs_it(tmp_path, monkeypatch, capsys):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "package" / "train.py").write_text(
+        "import sys\nfrom package import train\nprint(__name__, __spec__.name, sys.argv[0] == __file__, sys.argv[1:])\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["straggle", "-m", "package.train", "-m", "x"])
+    assert watch.main() == 0
+    assert "__main__ package.train True ['-m', 'x']" in capsys.readouterr().out
+
+
+ONE_RANK = """\
+import os, sys, torch
+from torch import nn
+
+os.chdir(sys.argv[1])
+net = nn.Linear(4, 2)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(int(sys.argv[2])):
+    net(torch.randn(3, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+sys.exit(0)
+"""
+
+
+def test_the_files_stay_where_they_were_asked_for_if_the_script_changes_its_folder(tmp_path, monkeypatch, capsys):
+    (tmp_path / "script.py").write_text(ONE_RANK)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for steps, said in [("3", f"advise {tmp_path / 'runs' / 'watch'}"), ("0", "no model was trained in this process")]:
+        monkeypatch.chdir(tmp_path)  # and what an earlier run has left there is none of this one
+        monkeypatch.setattr(sys, "argv", ["straggle", "script.py", "elsewhere", steps])
+        monkeypatch.delenv("RANK", raising=False)
+        with pytest.raises(SystemExit) as end:
+            watch.main()
+        assert end.value.code == 0
+        assert said in capsys.readouterr().err
+        assert len((tmp_path / "runs/watch/watch/rank0.jsonl").read_text().splitlines()) == 4
+    assert os.environ.get("PYTHONPATH", "").count("watched_children") == 0
+
+
+OWN_RANKS = """\
+import os, sys, torch
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed import init_process_group
+from torch.nn.parallel import DistributedDataParallel
+
+def rank_main(rank, kind):
+    init_process_group("gloo", init_method=f"file://{os.getcwd()}/store", rank=rank, world_size=2)
+    net = nn.Linear(4, 2)
+    if kind == "DDP":
+        net = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(3):
+        net(torch.randn(3, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+if __name__ == "__main__":
+    assert "sitecustomize" not in sys.modules or "watched_children" not in sys.modules["sitecustomize"].__file__
+    mp.start_processes(rank_main, (sys.argv[2],), nprocs=2, start_method=sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("start", "kind"), [("spawn", "DDP"), ("spawn", "loop"), ("fork", "DDP")])
+def test_ranks_that_the_script_starts_itself_are_recorded(start, kind, tmp_path):
+    (tmp_path / "script.py").write_text(OWN_RANKS)
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\nopen(os.environ['SEEN'], 'a').write('x')\n"
+    )  # the user's own
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    path = os.pathsep.join([str(ROOT), str(tmp_path)])
+    environment |= {"PYTHONPATH": path, "SEEN": str(tmp_path / "seen"), "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "straggle", "watch", "script.py", start, kind]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "python -m straggle advise runs/watch" in done.stderr
+    files = [tmp_path / f"runs/watch/watch/rank{rank}.jsonl" for rank in range(2)]
+    heads = [json.loads(file.read_text().splitlines()[0]) for file in files]
+    assert [(head["rank"], head["world_size"], head["job"]) for head in heads] == [(0, 2, kind), (1, 2, kind)]
+    if start == "spawn":  # the sitecustomize that ours hides is imported all the same: this process and each child
+        assert len((tmp_path / "seen").read_text()) >= 3

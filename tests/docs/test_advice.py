@@ -89,6 +89,9 @@ ELSEWHERE = {
     "this version of straggle has none of that name: repeat a run with its own version": (
         "tests/unit/commands/test_untrusted.py::test_replay_of_a_run_that_another_version_recorded_says_so"
     ),
+    "start ranks by torchrun, or write straggle.watch(model) in the script, behind DistributedDataParallel(.": (
+        "tests/commands/test_watch.py::test_ranks_that_the_script_starts_itself_are_recorded"
+    ),
     "this needs: pip install 'straggle[{}]'": (
         "tests/commands/test_extras.py::test_extras_that_errors_and_pages_name_are_those_of_pyproject"
     ),

@@ -512,7 +512,7 @@ LAB = {
         lambda path: timings.read_timings(write_watch(path) / "watch" / "rank0.jsonl"),
         lambda path: timings.read_timings(write_watch(path) / "watch"),
     ),
-    "each rank writes on its own machine: copy the files of all to one folder": (
+    "of all machines to one folder, or, if it ran on this one, call straggle.watch(model) in the script": (
         lambda path: timings.read_timings(lacking(write_watch(path))),
         lambda path: timings.read_timings(write_watch(path)),
     ),

@@ -182,7 +182,15 @@ COMMANDS = {
         words(report.arguments, "{}", "{}/other"),
         words(report.arguments, "{}", "compare={}/other"),
     ),
-    "{} is no file: give the script that torchrun would run": (words(watch.arguments, "{}/train.py"), script),
+    "{} is no file: give the script that torchrun would run, or -m and a module": (
+        words(watch.arguments, "{}/train.py"),
+        script,
+        words(watch.arguments, "-m", "json.tool"),
+    ),
+    "-m {}: there is no such module here; give the one that torchrun would run": (
+        words(watch.arguments, "-m", "no_package.train"),
+        words(watch.arguments, "-m", "json.tool"),
+    ),
     "{}={}: choose one of true, false": (
         lambda _: Words.of(["json=maybe"], ["json"]).flag("json"),
         lambda _: Words.of(["json=true"], ["json"]).flag("json"),
