@@ -61,6 +61,9 @@ ELSEWHERE = {
     "one after the other: write fully_shard(..., mesh=straggle.replica_mesh())": (
         "tests/ranks/test_replica_members.py::test_replicas_of_other_ranks_are_refused"
     ),
+    "wait longer (deadline=), leave {} out, or see straggle watch": (
+        "tests/ranks/test_drops.py::test_what_the_line_says_to_do_helps"
+    ),
     "so --nproc-per-node must be a multiple of it": (
         "tests/unit/commands/test_launch_options.py::test_replica_that_would_be_on_two_nodes_is_refused"
     ),

@@ -3,11 +3,14 @@
 import gc
 import logging
 import math
+import time
 
 import pytest
 import torch
 from ranks import die, run_ranks, staged
+from sharding import Blocks, batch, shard
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from training import Signals, mlp
 
 from straggle import Elastic, LateHandling, Merge, StagedDataParallel
@@ -192,3 +195,58 @@ def test_next_member_speaks_if_the_lowest_one_died():
     assert (said, levels, others) == ([], ["WARNING", "WARNING"], []), lines
     assert "of rank 2's" in line
     assert "rank 0" not in line
+
+
+def slow(rank, deadline, left_out):
+    """Rank 1 works for longer than the others: until some time after rank 0 has submitted its part."""
+    heard, signals = Heard(), Signals()
+    group = torch.distributed.new_group([0, 2]) if left_out else None
+    if left_out and rank == 1:
+        return heard.levels
+    with staged(mlp(), process_group=group, deadline=deadline) as model:
+        model.register_submit_hook(lambda step: signals.send(f"{rank} has submitted {step}"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for number in range(4):
+            with model.step():
+                x = torch.randn(4, 4)
+                if rank == 1:
+                    signals.wait(f"0 has submitted {number}")
+                    until = time.monotonic() + 0.2
+                    while time.monotonic() < until:
+                        model(x)  # ends the block if this rank is late
+                model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return heard.levels
+
+
+def test_what_the_line_says_to_do_helps():
+    assert run_ranks(slow, 3, 0.01, False) == [["WARNING"], [], []]
+    assert run_ranks(slow, 3, 60.0, False) == [[], [], []]
+    assert run_ranks(slow, 3, 60.0, True) == [[], [], []]
+
+
+def sharded(rank):
+    heard = Heard()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    torch.manual_seed(0)
+    net = shard(Blocks(2), mesh["dp_shard"])
+    with staged(net, mesh=mesh["dp_replicate"]) as model:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for number in range(5):
+            with model.step() as step:
+                if rank == 3 and number:
+                    step.stop()
+                model(batch(number, rank)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return heard.lines
+
+
+def test_replicas_are_said_once_for_all_of_their_ranks():
+    (lines, *others) = run_ranks(sharded, 4)
+    assert others == [[], [], []]
+    ((level, line),) = lines
+    assert level == "WARNING"
+    assert "% of replica 1's (late 4 times, " in line
+    assert "\nreplica 1 gives less than half: wait longer" in line
