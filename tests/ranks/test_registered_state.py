@@ -190,7 +190,7 @@ def train(rank, board, fault):
                 stay(rank, step, board, fault)
                 x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1000 * step + rank))
                 scaler.scale(model(x).square().mean()).backward()
-            empty += not any(parameter.grad.any() for parameter in network.parameters())
+            empty += all(own.grad is None or not own.grad.any() for own in network.parameters())
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(network.parameters(), 1.0, error_if_nonfinite=True)
             scaler.step(optimizer)
