@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ from straggle.merge.state.exchange import Given
 from straggle.merge.state.module_state import ModuleState
 from straggle.merge.step_passes import AnyPasses, Passes
 from straggle.policies.fill_in import FillIn
+from straggle.report import Phase
 from straggle.source.chunks import GradientChunks
 from straggle.source.kept import NONE, UNDECIDED, KeptGradients
 from straggle.source.source import GradientSource
@@ -42,8 +44,22 @@ from straggle.step import Step
 
 _log = logging.getLogger(__name__)
 _STRIDED = torch.strided
+_OF_ANOTHER = (
+    ". It is another model's step that is open, and this model has a gradient for {0}: freeze this one during that "
+    "pass, by requires_grad_(False) and afterwards (True), or open both steps, `with first.step(), second.step():`"
+)
 _NOTHING_KEPT = KeptGradients(())
 _NO_RUN = -2  # is no number of a run, nor that of being outside of all
+
+
+class _OnThread(threading.local):
+    """The steps of all models that one thread trains: a pass may go through several, which know of none other."""
+
+    def __init__(self) -> None:
+        self.steps: weakref.WeakSet[OpenStep] = weakref.WeakSet()
+
+
+_on_thread = _OnThread()
 
 
 class OpenStep(PassWatcher):
@@ -91,6 +107,9 @@ class OpenStep(PassWatcher):
         self._waiting = coordinator.waiting
         self._optimizing: StepInParts | None = None  # of the last step that was entered
         self._stood_in = False  # in the step that was left last
+        self._on_thread = _on_thread.steps
+        self._on_thread.add(self)
+        self._cut_in: Phase | None = None  # where another model's lateness left the code of this step, too
         self.unreached, self._fills = Unreached(), fills
 
     # -- the two ends of the block
@@ -101,6 +120,10 @@ class OpenStep(PassWatcher):
         ``checked``: the ranks compare what they hold in this step.
         """
         self._watch_step()
+        self._cut_in = None
+        if self._on_thread is not _on_thread.steps:  # kept, since hooks may be called on a device's thread
+            self._on_thread = _on_thread.steps
+            self._on_thread.add(self)
         if self._vote is not None:
             self._vote.begin(self._training.step, stood_in=self._stood_in)
         if self.unreached.there:
@@ -196,7 +219,11 @@ class OpenStep(PassWatcher):
         step, only_late = self.step, isinstance(error, DeadlineReached)
         assert step is not None
         # a loop that swallows even a BaseException comes here without one, and has not computed everything all the same
-        truncated = (only_late or self.stopped) and (self._idle or self.num_over < self._passes_with_data)
+        cut = only_late or self.stopped or self._cut_in is not None
+        truncated = cut and (self._idle or self.num_over < self._passes_with_data)
+        if truncated and not self.stopped and self._cut_in is not None:
+            truncated = self._num_taken < self._left  # the other model's pass had given this one all
+            self.stopwatch.enter(self._cut_in)
         self.settle()
         self._source.pass_left()
         try:
@@ -255,7 +282,7 @@ class OpenStep(PassWatcher):
 
     def passes_came_short(self, merged: Round) -> bool:
         """Whether passes may be missing by mistake, and not for want of time or data, or by a rule without a clock."""
-        explained = self.failed or self.stopped or merged.stood_in or self._idle
+        explained = self.failed or self.stopped or self._cut_in is not None or merged.stood_in or self._idle
         return not explained and self.rule.by_clock and self._training.passes.follow_loop
 
     # -- forward
@@ -271,7 +298,7 @@ class OpenStep(PassWatcher):
             return False
         self.settle()
         if self.stopped:  # in an earlier micro-batch, whose phase is the cause
-            raise DeadlineReached
+            self._leave_pass()
         self.stopwatch.enter("forward")
         if self._num_timed < self.num_over:  # its first forward pass ends the micro-batch before it
             self._num_timed += 1
@@ -378,7 +405,21 @@ class OpenStep(PassWatcher):
             return
         self._merge_waiting()  # they are finished
         self.stopped = True
+        self._leave_pass()
+
+    def _leave_pass(self) -> NoReturn:
+        """Leave it, and with it what the loop does for other models in their open steps."""
+        for other in self._others():
+            other.cut_by_another(self.stopwatch.phase)
         raise DeadlineReached
+
+    def _others(self) -> list[OpenStep]:
+        """The steps of other models that are open on this thread."""
+        return [other for other in self._on_thread if other is not self and other.step is not None]
+
+    def cut_by_another(self, phase: Phase) -> None:
+        """Another model's deadline was over in this phase: what this step lacks at its end is missing because of it."""
+        self._cut_in = self._cut_in or phase
 
     def _may_take(self, index: int, parameter: HasGradient) -> bool:
         """Whether a gradient belongs to an open step, if that is not plain; raises if it cannot."""
@@ -386,6 +427,7 @@ class OpenStep(PassWatcher):
             parameter.grad = None
             raise RuntimeError(
                 "backward outside of a step: write `with model.step():` around the forward and backward pass"
+                + (_OF_ANOTHER.format(self._slots[index].name) if self._others() else "")
             )
         if self.num_over >= self._passes_with_data or self._idle:
             self._end_without_data()

@@ -218,6 +218,33 @@ def outside(model, optimizer, x):
     loss_of(model, x).backward()
 
 
+def through(model, _, x, freeze=False, both=False):
+    """The step of another model, whose loss goes through this one."""
+    other = mlp(3)[:1]
+    with staged(other) as first:
+        model.requires_grad_(not freeze)
+        with first.step():
+            if both:
+                with model.step():
+                    loss_of(model, first(x) @ torch.ones(8, 4)).backward()
+            else:
+                loss_of(model, first(x) @ torch.ones(8, 4)).backward()
+        assert other[0].weight.grad is not None
+        model.requires_grad_(True)
+
+
+def through_frozen(model, optimizer, x):
+    through(model, optimizer, x, freeze=True)
+    plain(model, optimizer, x)
+
+
+def through_both(model, optimizer, x):
+    through(model, optimizer, x, both=True)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    optimizer.zero_grad()
+    plain(model, optimizer, x)
+
+
 def nested(model, optimizer, x):
     with model.step(), model.step():
         loss_of(model, x).backward()
@@ -408,6 +435,13 @@ PASSES = {
     "no count": case("must be an integer number of backward passes, such as 4", stepping(no_count), trains()),
     "no pass": case("num_microbatches={}: a step has at least one backward pass", stepping(none_of_none), trains()),
     "outside": case("write `with model.step():` around the forward and backward pass", stepping(outside), trains()),
+    "outside, in the step of another": case(
+        "freeze this one during that pass, by requires_grad_(False) and afterwards (True), or open both steps, `with "
+        "first.step(), second.step():`",
+        stepping(through),
+        trains(step=through_frozen),
+        trains(step=through_both),
+    ),
     "nested": case("is still open: a step() cannot be nested in another", stepping(nested), trains()),
     "paused inside": case("pause() comes between two steps", stepping(paused_inside), trains(step=paused)),
     "not finite": case(
