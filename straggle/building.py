@@ -42,6 +42,7 @@ from straggle.pools.pulling import Pulling
 from straggle.replay.wing import Replay
 from straggle.report import MembersReport
 from straggle.source.replicated import ReplicatedSource
+from straggle.stuck.collectives import called_in
 from straggle.stuck.wing import StuckWatch
 
 
@@ -166,7 +167,7 @@ def _with_the_loop(
     options, channel, coordinator = parts.options, parts.channel, parts.coordinator
     drops_nonfinite = options.merge.nonfinite == "drop"
     steps = OptimizerSteps(parts.source.all, parts.opened, drops_nonfinite=drops_nonfinite)
-    warnings, joins = StepWarnings(channel, options.merge, parts.opened), Joins()
+    warnings, joins = StepWarnings(channel, options.merge, parts.opened, coordinator, called_in), Joins()
     resume_state = ResumeState(
         coordinator,
         module,

@@ -131,7 +131,7 @@ class OpenStep(PassWatcher):
         self._kept = self._source.keep()
         rule = entry.rule or self._by_clock
         self._idle = entry.idle and not rule.stops_idle
-        self.rule = NoData() if self._idle else rule
+        self.rule = NoData(self._training) if self._idle else rule
         self._passes_with_data = sys.maxsize  # fewer than were announced if the loop runs out of data
         self.stopped = False
         self._num_forward = 0  # passes that were finished
@@ -199,7 +199,7 @@ class OpenStep(PassWatcher):
     def _end_without_data(self) -> None:
         """Nothing more of the step is begun, if the rank has no data for it."""
         if self.num_over >= self._passes_with_data:
-            self.rule = NoData()
+            self.rule = NoData(self._training)
 
     def expect(self, number: int) -> None:
         """The step has this many backward passes. Raises if that comes too late (`Step.num_microbatches`)."""
@@ -431,10 +431,10 @@ class OpenStep(PassWatcher):
             )
         if self.num_over >= self._passes_with_data or self._idle:
             self._end_without_data()
-            if self._between_units:  # its replica leaves at the next unit
-                parameter.grad = None
-                return False
-            self.check()
+            if not self._between_units:  # or its replica leaves at the next unit
+                self.check()
+            parameter.grad = None
+            return False
         if not self._kept.decided:
             if not self._kept.decide(index):
                 return False

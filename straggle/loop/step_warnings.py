@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from straggle.loop.open_step import OpenStep
 from straggle.merge.channel import Channel
-from straggle.merge.checks import left_out, no_gradient_at_first, no_gradient_of_passes, too_few_passes
+from straggle.merge.checks import left_out, meets_in_block, no_gradient_at_first, no_gradient_of_passes, too_few_passes
+from straggle.merge.coordinator import Coordinator
 from straggle.merge.options import Merge
 from straggle.merge.round import Round
 
 _AT_FIRST = 3  # steps in which no rank has a gradient, after which that is no choice of the loop's
+_MOST_LOOKS = 3  # for collectives of the loop's own
 
 _log = logging.getLogger(__name__)
 
 
 class StepWarnings:
-    """Of one model, on its training thread; most are said once, by the first of the ranks that merge together."""
+    """Of one model, on its training thread; most are said once, by the first of the ranks that merge together.
 
-    def __init__(self, channel: Channel, merge: Merge, opened: OpenStep) -> None:
+    ``called_in``: the lines that began these collectives; empty: none of this thread, ``None``: it is not known.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        merge: Merge,
+        opened: OpenStep,
+        coordinator: Coordinator,
+        called_in: Callable[[Mapping[str, range]], list[str] | None],
+    ) -> None:
         self._channel, self._merge, self._opened = channel, merge, opened
+        self._coordinator, self._training, self._called_in = coordinator, coordinator.training, called_in
+        self._looks_left = _MOST_LOOKS
         self._is_first = channel.rank == 0
         self._warned: set[str] = set()
         self._num_empty = 0  # steps without a gradient of any rank; negative: there was one that had some
@@ -43,11 +57,22 @@ class StepWarnings:
             self.once("fruitless", f"rank {self._channel.name}, step {merged.step}: {words}")
         if self._num_empty >= 0:
             self._count_empty(merged)
+        if self._training.num_collectives and self._is_first and self._looks_left:
+            self._tell_collectives(merged.step)
         if self._is_first and not merged.table.is_usual and (nonfinite := merged.table.nonfinite_ranks()):
             step = merged.step - int(max(merged.table.column("counts_behind")))
             skipped = merged.table.skipped() or any(merged.table.column("skipped_before"))
             words = left_out(self._channel.named(nonfinite), skipped=skipped, zeros=merged.buffers.is_queued)
             self.once("nonfinite", f"step {step}: {words}")
+
+    def _tell_collectives(self, step: int) -> None:
+        """Say which call of the loop's own makes ranks wait; one in the first step only may have prepared something."""
+        if not self._coordinator.is_planned or self._coordinator.deadline.waits_for_all:
+            return
+        self._looks_left -= 1
+        if (lines := self._called_in(self._training.collectives.begun)) != []:
+            self._looks_left = 0
+            self.once("collectives", f"step {step}: {meets_in_block(lines or ())}")
 
     def _count_empty(self, merged: Round) -> None:
         self._num_empty = self._num_empty + 1 if merged.table.all_skipped() else -1

@@ -9,6 +9,8 @@ from straggle.merge.stop_rule import StopRule
 class ByClock(StopRule):
     """A rank is late when its deadline is over and a quorum waits: the stand-in watches the clock (`stand_in.py`).
 
+    It goes on until it has begun the collectives of the loop's own that the quorum has begun.
+
     Gradients that come after the merge are left out by the coordinator.
     """
 
@@ -18,12 +20,18 @@ class ByClock(StopRule):
     def stops(self, num_checks: int) -> bool:  # noqa: ARG002
         """Whether the stand-in asked for it."""
         training = self._training
-        return training.stop_step >= training.step or training.asked_step >= training.step
+        return (training.stop_step >= training.step or training.asked_step >= training.step) and training.leaves
 
 
 class NoData(StopRule):
-    """A rank whose loader is exhausted computes nothing (`StagedDataParallel.join`)."""
+    """A rank whose loader is exhausted computes nothing (`StagedDataParallel.join`).
+
+    If there are collectives of the loop's own in its steps, it goes through all of the block for them.
+    """
+
+    def __init__(self, training: TrainingSide) -> None:
+        self._training = training
 
     def stops(self, num_checks: int) -> bool:  # noqa: ARG002
         """At once."""
-        return True
+        return not self._training.gathers

@@ -49,11 +49,12 @@ from straggle.merge.last_words import (
     report_end,
     words_under,
 )
-from straggle.merge.store import JobStore, StoreUnreachable, check_answers, connect, default_store, place_of
+from straggle.merge.store import JobStore, StoreUnreachable, check_answers, connect, default_store, peek, place_of
 from straggle.merge.tensor_bytes import bytes_of, set_bytes
 from straggle.policies.merge_time import MESSAGES_AT_A_TIME
 
 _SLICE_S = 0.5
+_KEPT_STEPS = 32  # whose words in the store are not removed yet
 _SHORT_S = 0.1  # each wait that ends before its collective costs 0.2 ms of CPU
 LONG_S = 2.0  # after so long in one thing a rank reports what it is doing, or which ranks it waits for
 
@@ -98,6 +99,7 @@ class Channel:
         self.epoch = 0  # number of the groups, which never change here
         self._progress = Progress()
         self._counted: deque[int] = deque()  # steps whose counter this rank began; written by the store's thread
+        self._noted: deque[int] = deque()  # those with collectives of the loop's own; as above
         self._queued = backend_of(parent) != "gloo"  # collectives run on the device's own queue, not on the host
         self.own_failure: Callable[[], str | None] = _none  # why peers may have given up, if this rank's device hangs
         assert parent is not None
@@ -267,11 +269,14 @@ class Channel:
 
     # -- evidence that peers wait
 
-    def post_finished(self, step: int) -> None:
+    def post_finished(self, step: int, num_collectives: int = 0) -> None:
         """Count this rank among those that have finished their own work for ``step``; from any thread, without waiting.
 
-        The rank that began a step's counter removes it when it begins one that is at least 32 steps later.
+        ``num_collectives``: those of the loop's own in it. The rank that began a step's counter removes it when it
+        begins one that is at least 32 steps later.
         """
+        if num_collectives:
+            self.store.post(partial(_note_collectives, self._noted, step, num_collectives))
         self.store.post(partial(_count, self._counted, step))
 
     def num_finished(self, step: int) -> int:
@@ -280,6 +285,13 @@ class Channel:
             return self.store.ask(lambda store: int(store.add(f"finished/{step}", 0)))
         except StoreUnreachable:
             return 0
+
+    def num_collectives(self, step: int) -> int | None:
+        """The most collectives of the loop's own among ranks that have finished ``step``; ``None`` if not known."""
+        try:
+            return self.store.ask(lambda store: int(peek(store, f"collectives/{step}") or 0))
+        except StoreUnreachable:
+            return None
 
     # -- names
 
@@ -473,5 +485,15 @@ def _count(counted: deque[int], step: int, store: Any) -> None:
     if store.add(f"finished/{step}", 1) > 1:
         return
     counted.append(step)  # whoever counts first cleans up, when no rank asks for a step that far back
-    while counted[0] <= step - 32:
+    while counted[0] <= step - _KEPT_STEPS:
         store.delete_key(f"finished/{counted.popleft()}")
+
+
+def _note_collectives(noted: deque[int], step: int, number: int, store: Any) -> None:
+    """Before the rank is counted; ranks of one program have all as many, so it matters little that two may write."""
+    if int(peek(store, f"collectives/{step}") or 0) >= number:
+        return
+    store.set(f"collectives/{step}", str(number))
+    noted.append(step)
+    while noted[0] <= step - _KEPT_STEPS:
+        store.delete_key(f"collectives/{noted.popleft()}")

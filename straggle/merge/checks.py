@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from inspect import unwrap
 from itertools import chain
 from types import FrameType
@@ -42,6 +42,7 @@ INSTEAD = {
     "register_comm_hook": "an Estimator or a Merge; how contributions are merged cannot be replaced",
     "register_builtin_comm_hook": "an Estimator or a Merge; how contributions are merged cannot be replaced",
 }
+_MOST_CALLS = 3  # that are shown
 _LEAST_BYTES = 2  # the smallest element of a gradient that collectives can sum: they cannot for float8
 _CLIPPING = {unwrap(clip).__code__ for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_)}
 CLIP_AFTER_THE_BLOCK = (
@@ -214,6 +215,17 @@ def no_gradient_at_first(number: int) -> str:
     return (
         f"no rank had a gradient in the first {number} steps: nothing is trained. Call loss.backward() inside of `with "
         "model.step()`, with a loss that depends on this model's parameters (not of a copy, not on detached outputs)"
+    )
+
+
+def meets_in_block(calls: Sequence[str]) -> str:
+    """The warning for collectives of the loop's own while a step is open; ``calls``: their lines, if they are known."""
+    more = [f"and {len(calls) - _MOST_CALLS} more"] if len(calls) > _MOST_CALLS else []
+    where = f": {'; '.join([*calls[:_MOST_CALLS], *more])}" if calls else ""
+    return (
+        f"ranks wait for each other inside of the block{where}. No rank is late before that, so a step takes what the "
+        "slowest rank takes to get there. Call it after the block, or seldom; the mean of a number needs no call of "
+        "its own: step.log(loss=loss)"
     )
 
 

@@ -169,6 +169,7 @@ class Coordinator:
     def close(self) -> None:
         """End the stand-in, and leave word for the peers."""
         self._stand_in.close()
+        self.training.collectives.forget()
         if not self._channel.has_failed:  # or its device may never come to them
             self._rank.device_numbers.close(self._channel.rank)
         if self._rounds.watch is not None:
@@ -342,7 +343,7 @@ class Coordinator:
             for phase in self._wings.leave:
                 phase()
             mine = (current := self._open_own_round()) is not None
-            self.training.leave(merges=mine)
+            self.training.leave(merges=mine, truncated=truncated)
             if current is not None:
                 if abstain:
                     now = self._submission.finished(current)
@@ -354,7 +355,7 @@ class Coordinator:
             self.stopwatch.enter("outside")
         if current is not None:
             if posts:
-                self._channel.post_finished(current.step)
+                self._channel.post_finished(current.step, self.training.num_collectives)
             for hook in tuple(self.submit_hooks.values()):
                 hook(current.step)
             self._merged_steps.complete(current, on_merged=on_merged)

@@ -55,6 +55,11 @@ class CurrentDeadline:
         return self.quorum < self._num_ranks
 
     @property
+    def waits_for_all(self) -> bool:
+        """Whether no rank is ever late."""
+        return isinstance(self._policy, WaitForAll)
+
+    @property
     def history(self) -> History:
         """The steps that the policy has seen; the tensors are views."""
         return self._window.read()

@@ -13,6 +13,7 @@ from straggle.merge.channel import Channel
 from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.device_numbers import DeviceNumbers
 from straggle.merge.device_watch import DeviceWatch
+from straggle.merge.loop_collectives import LoopCollectives
 from straggle.merge.options import Merge
 from straggle.merge.replica import Replica
 from straggle.merge.round import Round
@@ -57,7 +58,7 @@ class RankParts:
     ) -> RankParts:
         """Those of a model with these slots; ``num_state``: numbers of other state that go beside each merge."""
         stopwatch, device = Stopwatch(), device_of(slots[0].device)
-        sides = TrainingSide(stopwatch), MergeSide(stopwatch)
+        sides = TrainingSide(stopwatch, LoopCollectives(replica.ranks)), MergeSide(stopwatch)
         stand_in = StandIn(*sides, deadline, channel, device=device)
         all_or_nothing = deadline.late_handling.granularity == "step"
         rounds = Rounds(

@@ -113,6 +113,7 @@ class Replica:
     the store, has the process's rank instead (`Channel.name`).
     ``vote``: ``None`` for one rank, whose own word it is. ``waited_s``: for how long this rank waited inside of it.
     ``is_first``: this rank is the lowest of it.
+    ``ranks``: of the job, if it is several.
     """
 
     place: int
@@ -120,6 +121,7 @@ class Replica:
     vote: Vote | None = None
     waited_s: Callable[[], float] = float
     is_first: bool = True
+    ranks: Sequence[int] = ()
 
     @staticmethod
     def of_one_rank(channel: Channel) -> Replica:
@@ -133,7 +135,8 @@ class Replica:
         """The ranks of ``inside_channel`` have one copy together; ``channel`` has those that hold the same shards."""
         names = inside_channel.gather(list(channel.names), "names")
         vote = UnitVote(inside_channel, place_name, inside, names, channel.post_failure)
-        return Replica(channel.rank, channel.world_size, vote, inside.waited_s, is_first=inside_channel.rank == 0)
+        is_first, ranks = inside_channel.rank == 0, tuple(inside_channel.names)
+        return Replica(channel.rank, channel.world_size, vote, inside.waited_s, is_first=is_first, ranks=ranks)
 
 
 class _Words:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from straggle.backward.clocks import Stopwatch
 from straggle.merge.fingerprint import Fingerprint
+from straggle.merge.loop_collectives import LoopCollectives
 from straggle.merge.round import Round
 from straggle.merge.step_passes import EqualPasses, Passes
 from straggle.merge.stop_rule import StopRule
@@ -56,7 +57,7 @@ class TrainingSide:
     ``step`` is the one that it is in, or will enter next.
     """
 
-    def __init__(self, stopwatch: Stopwatch) -> None:
+    def __init__(self, stopwatch: Stopwatch, collectives: LoopCollectives | None = None) -> None:
         self.step = 0
         self.entry = Entry(kept=UNDECIDED)
         self.entered_at: float | None = None  # `None` between two steps
@@ -76,6 +77,11 @@ class TrainingSide:
         self.overrun_s = 0.0  # emptied by whoever submits
         # ways to peers, and when; by the thread that measures them, as a whole
         self.measured: tuple[tuple[float, Way], ...] = ()
+        self.collectives = collectives or LoopCollectives()
+        self.num_collectives = 0  # that the loop itself began in the last step
+        self.gathers = False  # it did so in any step
+        self._usual_collectives = 0  # the same of the last step that was not cut short
+        self._owed: dict[int, int] = {}  # by step, those that peers have begun who have finished it; by the stand-in
         self.stopwatch = stopwatch
         self._made_at = stopwatch.now()
         self.stop_step = -1  # it is to leave every step up to this one; by whoever merges
@@ -94,6 +100,7 @@ class TrainingSide:
         self.clock_from = merging.merged_at if self.came_late and merging.step == self.step else now
         self.passes, self.weight = EqualPasses(entry.num_microbatches), 1.0
         self.cost, self.microbatch_s = math.nan, []
+        self.collectives.begin()
 
     def keep(self, kept: int) -> None:
         """The mark of the gradients that it keeps is decided."""
@@ -116,9 +123,14 @@ class TrainingSide:
         if len(self.microbatch_s) < max(1, self.passes.number):  # a loop may call the model more often
             self.microbatch_s.append(self.stopwatch.now() - (self.entered_at or 0.0))
 
-    def leave(self, *, merges: bool) -> None:
+    def leave(self, *, merges: bool, truncated: bool = False) -> None:
         """Its work for its step is over; ``merges``: it has submitted that itself, and merges it."""
         self.taking = merges
+        self.num_collectives = self.collectives.number
+        if self.num_collectives:
+            self.gathers = True
+        if not (truncated or self.entry.idle):
+            self._usual_collectives = self.num_collectives
 
     def fail(self) -> None:
         """Its own code raised, or the estimator's."""
@@ -130,6 +142,7 @@ class TrainingSide:
             self.overrun_s += now - max(current.record.merged_at, self.applied_at)
         self.applied_at = now
         self.came_late = not self.taking
+        self._owed.pop(self.step, None)
         self.step += 1
         self.entered_at = None
         self.taking = False
@@ -141,6 +154,7 @@ class TrainingSide:
     def restore(self, step: int) -> None:
         """It goes on from another run, or from another rank's state, with ``step``."""
         self.step = step
+        self._owed.clear()
 
     def make_again(self, step: int) -> None:
         """What was merged as ``step`` was none: it is still to be made, and not to be left because of that merge."""
@@ -162,6 +176,17 @@ class TrainingSide:
             return self.entry.joins_over  # it may take more batches
         return self.joins_over if self.step <= step else 0
 
+    @property
+    def leaves(self) -> bool:
+        """Whether it is to leave its step here, because it is late or was asked to; needs no lock.
+
+        Not before it has begun the collectives that its peers have begun: they would wait for it, and its next ones
+        would meet those. A rank that was only asked has no word of its peers, but has those of its last step.
+        """
+        if self.stop_step >= self.step:
+            return self.step not in self._owed or self.collectives.number >= self._owed[self.step]
+        return not self._usual_collectives or self.collectives.number >= self._usual_collectives
+
     # -- any thread
 
     @property
@@ -182,6 +207,11 @@ class TrainingSide:
     def merged(self, current: Round) -> None:
         """A step is merged: it is to leave that, and comes to take it."""
         self.stop_step = max(self.stop_step, current.step)
+
+    def owe(self, step: int, num_collectives: int) -> None:
+        """Peers that have finished the step have begun so many collectives of the loop's own in it."""
+        if num_collectives:
+            self._owed[step] = num_collectives
 
     def stop_up_to(self, step: int) -> None:
         """Ask it to leave every step up to this one."""

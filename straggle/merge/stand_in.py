@@ -250,10 +250,11 @@ class StandIn:
         if current is not None:
             complete(current)
         elif isinstance(action, Ask):
-            self._note_answer(step, waits=self._channel.num_finished(step) >= self._deadline.quorum)
+            waits = self._channel.num_finished(step) >= self._deadline.quorum
+            self._note_answer(step, waits=waits, owed=self._channel.num_collectives(step) if waits else 0)
         elif isinstance(action, Post):
             if action.finished:
-                self._channel.post_finished(step)
+                self._channel.post_finished(step, self._training.num_collectives)
             if changed:
                 self._channel.post_doing(words and words + self.place())
         return not isinstance(action, End)
@@ -264,12 +265,16 @@ class StandIn:
         if (current := self._merging.round) is not None:
             current.passes = passes
 
-    def _note_answer(self, step: int, *, waits: bool) -> None:
-        """Note whether a quorum waits in ``step``, unless that is merged by now."""
+    def _note_answer(self, step: int, *, waits: bool, owed: int | None) -> None:
+        """Note whether a quorum waits in ``step``, unless that is merged by now.
+
+        ``owed``: the collectives of the loop's own that it has begun; ``None``: it is not known, so nobody is late.
+        """
         with self._lock:
             if step != self._merging.step:
                 return
-            if waits:
+            if waits and owed is not None:
+                self._training.owe(step, owed)
                 self._waited_since = self._stopwatch.now()
             else:
                 self._asked_at = self._stopwatch.now()

@@ -89,6 +89,13 @@ def place_of(frames: Sequence[Frame]) -> Place | None:
     return Place(frames[at], inner, "collective" if names else "stuck", names[-1] if names else "")
 
 
+def place_in_block(frames: Sequence[Frame]) -> Place | None:
+    """The same for code of a step: what straggle has called, as a trainer's loss, comes before what calls straggle."""
+    kinds = [_whose(frame.file) for frame in frames]
+    inside = len(kinds) - 1 - kinds[::-1].index(_STRAGGLE) if _STRAGGLE in kinds else 0
+    return place_of(frames[:inside] if min(kinds[:inside], default=_LIBRARY) < _STRAGGLE else frames)
+
+
 def _whose(file: str) -> int:
     if file.startswith("<") and not file.startswith(_TYPED):
         return _LIBRARY  # frozen modules, and what torch compiles

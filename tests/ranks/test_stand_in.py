@@ -180,7 +180,10 @@ class Told:
         self.asked.append(step)
         return self.num_waiting
 
-    def post_finished(self, step):
+    def num_collectives(self, _step):
+        return 0
+
+    def post_finished(self, step, _num_collectives=0):
         self.posted.append(step)
 
     def post_doing(self, words):

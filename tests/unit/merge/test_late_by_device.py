@@ -35,7 +35,10 @@ class Told:
     def post_doing(self, words):
         pass
 
-    def post_finished(self, step):
+    def num_collectives(self, _step):
+        return 0
+
+    def post_finished(self, step, _num_collectives=0):
         self.posted.append(step)
 
 

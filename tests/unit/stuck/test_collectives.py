@@ -6,7 +6,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from straggle.stuck.collectives import newest_open, own_dump
+from straggle.stuck.collectives import lines_of, newest_open, own_dump
 
 # as torch 2.13 wrote it: gloo notes that a collective is retired, and leaves its state
 GLOO = json.loads("""{"comm_lib_version":"","entries":[
@@ -35,6 +35,23 @@ def entry(**changed):
     }
     own |= {"profiling_name": "nccl:all_reduce", "state": "started", "is_p2p": False, "input_sizes": [[3, 4]]}
     return own | changed
+
+
+def test_lines_are_those_of_the_calls_in_question_by_this_thread_or_by_its_backward_pass():
+    frames = [{"filename": "/home/me/train.py", "line": 7, "name": "loss"}]
+    calls = [
+        entry(collective_seq_id=41),
+        entry(frames=frames, thread_id="5"),
+        entry(collective_seq_id=43, frames=frames, thread_id="5"),
+        entry(collective_seq_id=44, thread_id="6", thread_name="pt_autograd_0"),
+        entry(collective_seq_id=45, thread_id="6"),
+        entry(collective_seq_id=44, is_p2p=True, profiling_name="nccl:recv"),
+        entry(process_group=["1", "straggle"]),
+    ]
+    begun = {"0": range(42, 46)}
+    assert lines_of({"entries": calls}, begun, "5") == ["all_reduce in loss (/home/me/train.py:7)", "all_reduce"]
+    assert lines_of({"entries": [calls[4]]}, begun, "5") == []
+    assert lines_of({"entries": calls[:1]}, begun, "5") is lines_of({}, begun, "5") is None
 
 
 def test_the_newest_of_the_users_that_is_not_over_is_named():

@@ -9,7 +9,16 @@ import pytest
 import torch
 
 import straggle
-from straggle.stuck.frames import Frame, Place, frames_of, frames_of_thread, place_of, short_path, text_of
+from straggle.stuck.frames import (
+    Frame,
+    Place,
+    frames_of,
+    frames_of_thread,
+    place_in_block,
+    place_of,
+    short_path,
+    text_of,
+)
 
 HERE = "tests/unit/stuck/test_frames.py"
 TORCH, STRAGGLE = Path(torch.__file__).parent, Path(straggle.__file__).parent
@@ -45,6 +54,21 @@ FROZEN = Frame("<frozen runpy>", 88, "_run_code")
 )
 def test_place_is_the_innermost_frame_of_the_users_code(frames, expected):
     assert place_of(frames) == expected
+
+
+@pytest.mark.parametrize(
+    ("frames", "own"),
+    [
+        ([], None),
+        ([BARRIER, LOADER, USER], USER),
+        ([BARRIER, USER, MERGE, USER._replace(line=9)], USER),
+        ([BARRIER, NUMPY, MERGE, NUMPY._replace(line=9), USER], NUMPY),  # a trainer's loss, and not `trainer.train()`
+        ([BARRIER, MERGE, USER, NUMPY, MERGE, USER._replace(line=9)], USER),
+        ([BARRIER, LOADER, MERGE, USER], USER),
+    ],
+)
+def test_place_in_a_block_is_what_straggle_has_called_before_what_calls_it(frames, own):
+    assert getattr(place_in_block(frames), "own", None) == own
 
 
 def test_words_have_the_users_line_and_what_it_called():
