@@ -7,7 +7,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import nn
@@ -17,10 +17,11 @@ from straggle.merge.replica import Replica
 from straggle.merge.round import Round
 from straggle.merge.step_record import StepRecord
 from straggle.policies.ddp_time import DdpPrediction
-from straggle.report import CAUSE_WORDS, Cause, RankReport, StepReport
+from straggle.report import CAUSE_WORDS, CAUSES, Cause
 
 FIRST = 20  # steps from the first one with drops, after which there is enough to say
 _KEPT = 8  # steps without drops that show how slow ranks usually are
+_ONE_IN = 8  # steps in which a rank left its pass is one predicted, from the first ones on: that takes long
 _LENGTH = 120  # of a line
 _NAMED = 3  # ranks in a list
 _HALF = 0.5  # a rank that gives less of what it could is named with what to do about it
@@ -42,17 +43,31 @@ class RankDrops:
     causes: Counter[Cause] = field(default_factory=Counter)
     slowest: Counter[int] = field(default_factory=Counter)
 
-    def add(self, own: RankReport, slowest: int) -> bool:
+    def add(self, cause: Cause | None, reach: float, *, late: bool, nonfinite: bool, slowest: int) -> bool:
         """One more step for which this rank had data; true if something is missing that its loop did not leave out."""
-        self.nonfinite_steps += own.nonfinite > 0
-        self.late += own.late
-        if own.late and slowest >= 0:
+        self.nonfinite_steps += nonfinite
+        self.late += late
+        if late and slowest >= 0:
             self.slowest[slowest] += 1
-        if own.cause is None or own.cause == "skipped" or not own.reach < 1:
+        if cause is None or cause == "skipped" or not reach < 1:
             return False
-        self.missing += 1 - own.reach
-        self.causes[own.cause] += 1
+        self.missing += 1 - reach
+        self.causes[cause] += 1
         return True
+
+
+@dataclass
+class Saved:
+    """By ``number`` steps of one kind, in seconds, from those of them that were predicted."""
+
+    number: int = 0
+    num_predicted: int = 0
+    predicted_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """By all of them."""
+        return self.number * self.predicted_s / max(1, self.num_predicted)
 
 
 class Drops:
@@ -62,14 +77,14 @@ class Drops:
     """
 
     def __init__(self) -> None:
-        self.num_steps = self.num_with_drops = 0
+        self.num_steps = 0
         self.is_dealt = False
         self._ranks: dict[int, RankDrops] = {}
         self._seconds = 0.0
         self._whole: deque[StepRecord] = deque(maxlen=_KEPT)  # the last steps in which nothing was dropped
         self._prediction = DdpPrediction()
-        self._saved_s = 0.0  # by the steps with drops
-        self._saved_whole_s, self._num_predicted = 0.0, 0  # by those of the others that were predicted
+        # steps in which a rank left its pass, those in which one was stuck, and those in which nothing was dropped
+        self._late, self._stuck, self._others = Saved(), Saved(), Saved()
 
     def add(self, current: Round) -> None:
         """A step is merged. If it is a usual one, this call is all that it costs."""
@@ -97,11 +112,16 @@ class Drops:
         return self._seconds / max(1, self.num_steps - 1)
 
     @property
+    def num_with_drops(self) -> int:
+        """Steps in which something was dropped."""
+        return self._late.number + self._stuck.number
+
+    @property
     def ddp_s(self) -> float:
         """The mean step as DDP would have made it."""
-        timed = self.num_steps - 1
-        whole_s = (timed - self.num_with_drops) * self._saved_whole_s / max(1, self._num_predicted)
-        return self.mean_s + (self._saved_s + whole_s) / max(1, timed)
+        timed = max(1, self.num_steps - 1)
+        others = replace(self._others, number=timed - self.num_with_drops)
+        return self.mean_s + sum(kind.seconds for kind in (self._late, self._stuck, others)) / timed
 
     def _add_unusual(self, record: StepRecord) -> None:
         table = record.table
@@ -114,30 +134,42 @@ class Drops:
             if has_none:
                 self._of(rank).without_data += 1
         if max(table.column("cause")) >= 0 or any(table.column("late")) or any(table.column("nonfinite")):
-            self._add_report(record.brief())
+            self._add_drops(record)
         else:
             self._whole.append(record)
 
-    def _add_report(self, report: StepReport) -> None:
-        dropped = False
-        for own in report.ranks:
-            if not (own.idle or own.absent) and (own.late or own.nonfinite or own.cause is not None):
-                slowest = report.slowest_ranks[own.rank] if report.slowest_ranks else -1
-                dropped |= self._of(own.rank).add(own, slowest)
-        self.is_dealt = report.dealt
-        while self._whole:
-            self._predict(self._whole.popleft().brief(), dropped=False)
-        self._predict(report, dropped=dropped)
-
-    def _predict(self, report: StepReport, *, dropped: bool) -> None:
-        saved_s = self._prediction.add(report).seconds - report.seconds
-        saved_s = saved_s if math.isfinite(saved_s) else 0.0
-        if dropped:
-            self.num_with_drops += 1
-            self._saved_s += saved_s
+    def _add_drops(self, record: StepRecord) -> None:
+        table, dropped = record.table, False
+        for rank, row in enumerate(zip(*map(table.column, ("cause", "late", "nonfinite")), strict=True)):
+            cause, late, nonfinite = row
+            if cause < 0 and not late and not nonfinite:  # which a rank without data always is
+                continue
+            dropped |= self._of(rank).add(
+                CAUSES[int(cause)] if cause >= 0 else None,
+                record.reach_of(rank),
+                late=bool(late),
+                nonfinite=nonfinite > 0,
+                slowest=record.slowest_ranks[rank] if record.slowest_ranks else -1,
+            )
+        self.is_dealt = record.dealt
+        if not dropped:
+            self._whole.append(record)
+        elif any(table.column("stood_in")) or any(table.column("overrun_s")):
+            self._stuck.number += 1
+            self._predict(record, self._stuck)  # in one of a few steps is all the time for which a rank was stuck
         else:
-            self._num_predicted += 1
-            self._saved_whole_s += saved_s
+            self._late.number += 1
+            if self._late.number <= FIRST or self._late.number % _ONE_IN == 0:
+                self._predict(record, self._late)
+
+    def _predict(self, record: StepRecord, kind: Saved) -> None:
+        pending = [(earlier, self._others) for earlier in self._whole]
+        self._whole.clear()
+        for earlier, its_kind in (*pending, (record, kind)):
+            report = earlier.brief()
+            saved_s = self._prediction.add(report).seconds - report.seconds
+            its_kind.num_predicted += 1
+            its_kind.predicted_s += saved_s if math.isfinite(saved_s) else 0.0
 
     def _of(self, rank: int) -> RankDrops:
         return self._ranks.setdefault(rank, RankDrops())

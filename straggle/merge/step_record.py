@@ -116,6 +116,10 @@ class StepRecord:
             slowest_ranks=self.slowest_ranks,
         )
 
+    def reach_of(self, rank: int) -> float:
+        """As its report has it."""
+        return self._reach(self.table.rows[rank, self.table.of_stages.computed].tolist())
+
     def _of_all(self) -> dict[str, Any]:
         return {own.name: own.kind(max(self.table.column(own.name))) for own in _OF_ALL}
 

@@ -77,6 +77,17 @@ def test_ddp_is_predicted_for_steps_with_drops_and_others_take_what_they_took():
     assert drops.ddp_s == pytest.approx((first_s + 3 * DDP_S + 4 * STEP_S) / 8)
 
 
+def test_ddp_waits_once_for_a_rank_that_was_stuck_however_many_others_are_late():
+    """Of many alike steps some are predicted; the step in which it is back has the time for which it was stuck."""
+    nothing = {"computed": (0.0, 0.0), "stage_s": (math.nan, math.nan), "compute_s": math.nan}
+    away = [hit(number, whole(), late("data", stood_in=True, **nothing), whole(), late()) for number in range(101, 104)]
+    back = hit(104, whole(), late("forward", overrun_s=20.0, **nothing), whole(), late())
+    before, after = [calm(0), *map(hit, range(1, 101))], list(map(hit, range(105, 201)))
+    without = counted(*before, *[hit(number) for number in range(101, 105)], *after)
+    assert counted(*before, *away, back, *after).ddp_s - without.ddp_s == pytest.approx(20.0 / 200, rel=0.02)
+    assert without.ddp_s == pytest.approx(DDP_S, rel=0.02)
+
+
 def test_a_report_in_brief_has_what_the_whole_one_has():
     for step in (calm(0), hit(1), hit(2, late("data", nonfinite=3), whole(idle=True), whole(absent=True), whole())):
         brief, report = step.record.brief(), step.record.report
@@ -137,7 +148,7 @@ def test_first_line_is_a_warning_and_says_who_was_late_how_often_what_was_droppe
     (record,) = caplog.records
     assert (record.name, record.levelno) == ("straggle", logging.WARNING)
     assert record.getMessage().splitlines() == [
-        "straggle, Net: 22 steps of 100 ms (DDP: 395 ms); dropped gradients: "
+        "straggle, Net: 22 steps of 100 ms (DDP: 394 ms); dropped gradients: "
         "72% of rank 3's (late 21 times, in backward)",
         "rank 3 gives less than half: deal it less (straggle.Rebalance), wait longer (deadline=), leave it out, or see "
         "straggle watch",
