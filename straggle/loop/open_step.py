@@ -467,7 +467,8 @@ class OpenStep(PassWatcher):
     @not_compiled
     def _over(self) -> None:
         self._source.pass_over()
-        self._give_held()
+        if self._held:
+            self._give_held()
         super()._over()
 
     def _pass_failed(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -166,7 +167,31 @@ def by_tokens(rank: int) -> float:
     return both.gap()
 
 
+def by_chunks(rank: int) -> float:
+    """A hook on the loss runs forward and back for each chunk, as cached losses do."""
+    both = pair()
+
+    def again(rows: Tensor, _: Tensor) -> None:
+        with torch.enable_grad():
+            for chunk in rows.chunk(3):
+                model(chunk).square().mean().div(3).backward()
+
+    with staged(both.net, mesh=both.mesh["dp_replicate"]) as model:
+        ours, theirs = (torch.optim.AdamW(one.parameters(), lr=0.01) for one in (model, both.plain))
+        for number in range(NUM_STEPS):
+            loss = torch.ones((), requires_grad=True)
+            loss.register_hook(partial(again, batch(number, rank)))
+            with model.step():
+                loss.backward()
+            both.plain(torch.cat([batch(number, other) for other in RANKS])).square().mean().backward()
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+    return both.gap()
+
+
 CASES = {
+    "chunks in a hook": (by_chunks,),
     "weights of each rank's step": (by_tokens,),
     "plain": (against_whole, Blocks, 1, False, {}),
     "optimizer stepped in the block": (against_whole, Blocks, 1, False, {}, True),
