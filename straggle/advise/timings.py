@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from straggle.backward.stages import shares_of
 from straggle.observe.link_spells import LinkSpell, link_spells
 from straggle.observe.replicas import Replicas
 from straggle.observe.run import Array, read_reports
@@ -198,8 +199,7 @@ def _read_rank(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 def _units(lines: tuple[Any, ...], steps: int, stages: list[dict[str, Any]]) -> tuple[Array, Array, Array]:
     """Micro-batches but the last, which comes in stages."""
-    stage_share = np.array([stage["numel"] for stage in stages], dtype=float)
-    stage_share /= stage_share.sum()
+    stage_share = np.array(shares_of([stage["numel"] for stage in stages]))
     most = max(len(line["microbatch_s"]) for own in lines for line in own[:steps]) - 1
     unit_s = np.zeros((steps, len(lines), most + len(stages)))
     unit_share = np.zeros_like(unit_s)
@@ -239,8 +239,7 @@ def _from_trace(path: Path) -> Timings:
 
 def _of_reports(path: Path, reports: list[StepReport]) -> Timings:
     stages = reports[-1].stages
-    stage_share = np.array([stage.numel for stage in stages], dtype=float)
-    stage_share /= stage_share.sum()
+    stage_share = np.array(shares_of([stage.numel for stage in stages]))
     of = {
         name: np.array([[getattr(rank, name) for rank in report.ranks] for report in reports], dtype=float)
         for name in (*(f"{phase}_s" for phase in PHASES), "wait_s", "compute_s", "late", "stood_in")

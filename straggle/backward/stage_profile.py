@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from straggle.backward.clocks import Timeline
 from straggle.backward.staged import StagedBackward
-from straggle.backward.stages import BalancedByTime
+from straggle.backward.stages import BalancedByTime, mean_over
 from straggle.extras import needs_extra
 from straggle.report import BackwardReport
 
@@ -39,7 +39,8 @@ class StageProfile:
         while finished < len(stages) and elapsed_s + stages[finished].seconds <= budget_s:
             elapsed_s += stages[finished].seconds
             finished += 1
-        return Reach(finished, sum(stage.numel for stage in stages[:finished]) / sum(stage.numel for stage in stages))
+        is_finished = [float(number < finished) for number in range(len(stages))]
+        return Reach(finished, mean_over(is_finished, [stage.numel for stage in stages]))
 
     def __str__(self) -> str:
         passes = f"forward {1000 * self.forward_s:.2f} ms, backward {1000 * self.backward.seconds:.2f} ms"

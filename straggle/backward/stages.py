@@ -66,6 +66,24 @@ class StagePlan:
         """Gradient elements of the entire model."""
         return sum(stage.numel for stage in self.stages)
 
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The share of the model that each stage is."""
+        return shares_of([stage.numel for stage in self.stages])
+
+
+def mean_over(values: Sequence[float], numels: Sequence[int]) -> float:
+    """The mean over the elements of these parts; if there are none, parts count alike."""
+    if not (total := sum(numels)):  # of small layers that are sharded, a rank may have nothing
+        return sum(values) / len(values)
+    return sum(value * numel for value, numel in zip(values, numels, strict=True)) / total
+
+
+def shares_of(numels: Sequence[int]) -> tuple[float, ...]:
+    """The share of all these elements that each part has; if there are none, parts count alike."""
+    total = sum(numels)
+    return tuple(numel / total if total else 1 / len(numels) for numel in numels)
+
 
 class Registered:
     """The parameters and modules that a module has now, by identity, to notice replaced, added or tied ones."""

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from straggle.backward.stages import STAGE_BYTES, StagePlan
+from straggle.backward.stages import STAGE_BYTES, StagePlan, mean_over
 from straggle.merge.counts import Counts
 from straggle.merge.groups import Group, ProcessGroups
 from straggle.merge.lent import Lent
@@ -377,7 +377,7 @@ class StageBuffers:
         for flat in self._buckets[bucket]:
             weights |= zip(flat.parameters, flat.plain_tail.tolist(), strict=False)  # then their presence
         return tuple(
-            sum(weights[index] * self.views[index].numel() for index in stage.parameters) / (stage.numel or 1)
+            mean_over([weights[i] for i in stage.parameters], [self.views[i].numel() for i in stage.parameters])
             for stage in self._stages[bucket]
         )
 

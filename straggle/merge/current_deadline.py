@@ -111,8 +111,7 @@ class CurrentDeadline:
     def watch(self, plan: StagePlan) -> None:
         """From here on keep the ranks' progress through these stages, for a policy that needs more than times."""
         if self._policy.wants_progress:
-            numel = torch.tensor([stage.numel for stage in plan.stages], dtype=torch.float32)
-            self._stage_share = numel / numel.sum()
+            self._stage_share = torch.tensor(plan.shares)
             self._plain_share = tuple(self._stage_share.tolist())
             self._window.watch(self._stage_share)
 
@@ -168,4 +167,6 @@ class CurrentDeadline:
 
 def _parts(stage: Stage, slots: Sequence[Slot]) -> int:
     """How many gradients of the same size would come as evenly as those of the stage."""
+    if not stage.numel:  # of a sharded layer of which this rank has no element
+        return len(stage.parameters)
     return round(stage.numel**2 / sum(slots[index].numel ** 2 for index in stage.parameters))

@@ -14,7 +14,7 @@ from itertools import chain
 import torch.distributed as dist
 from torch import Tensor
 
-from straggle.backward.stages import Stage, StagePlan
+from straggle.backward.stages import Stage, StagePlan, mean_over
 from straggle.merge.buffers import Share, StageBuffers
 from straggle.merge.channel import Channel
 from straggle.merge.device_watch import QueuedStep
@@ -77,7 +77,10 @@ class Layout:
         """The mean share over the elements of each stage, from a share for each parameter."""
         if (lowest := min(shares)) == max(shares):
             return (lowest,) * len(self.plan.stages)
-        return tuple(sum(shares[i] * self.numel[i] for i in s.parameters) / s.numel for s in self.plan.stages)
+        return tuple(mean_over([shares[i] for i in s.parameters], self._of(s)) for s in self.plan.stages)
+
+    def _of(self, stage: Stage) -> list[int]:
+        return [self.numel[index] for index in stage.parameters]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from straggle.backward.stages import StagePlan
+from straggle.backward.stages import StagePlan, mean_over
 from straggle.merge.names import ScalarNames
 from straggle.merge.table import Table
 from straggle.merge.telemetry import COLUMN, NONFINITE, TIMES
@@ -124,8 +124,7 @@ class StepRecord:
         return {own.name: own.kind(max(self.table.column(own.name))) for own in _OF_ALL}
 
     def _reach(self, computed: Sequence[float]) -> float:
-        plan = self.plan
-        return sum(share * stage.numel for share, stage in zip(computed, plan.stages, strict=True)) / plan.numel
+        return mean_over(computed, [stage.numel for stage in self.plan.stages])
 
     def _of_rank(self, rank: int, row: Sequence[float], link: RankLink, cost: float) -> RankReport:
         computed, _, stage_s, weights = (tuple(row[columns]) for columns in self.table.of_stages)
@@ -177,7 +176,7 @@ class StepRecord:
 
 def shadow_report(table: Table, seconds: float, deadline_s: float, rules: StopRules, plan: StagePlan) -> ShadowReport:
     """The effect of a deadline of ``deadline_s`` on a step of ``seconds`` in which all ranks were waited for."""
-    stage_share = torch.tensor([stage.numel / plan.numel for stage in plan.stages])
+    stage_share = torch.tensor(plan.shares)
     progress = table.progress(stage_share, "microbatch" if rules.finish_running else "stage")
     busy_s, compute_s = (torch.tensor(table.column(name)).nan_to_num(0.0) for name in ("busy_s", "compute_s"))
     # slots without a unit end with the unit before
