@@ -13,28 +13,55 @@ import torch
 from torch import Tensor
 
 from straggle.merge.fingerprint import fingerprint
+from straggle.merge.step_passes import Passes
+from straggle.source.kept import KeptGradients
 from straggle.source.source import GradientSource, named_tensors
 
 _FIRST_STEPS = 3  # in which all elements are looked at: a write to parameter.data leaves no other trace
 _STRIDED = torch.strided
 _num_writes = attrgetter("_version")
+_gradient, _NO_GRADIENT = attrgetter("grad"), {type(None)}
 
 
 class ByHand:
-    """The parameters of a model while a block is open."""
+    """The parameters of a model while a block is open.
+
+    ``beside``: gradients that the loop has put there before the backward pass that began.
+    """
 
     def __init__(self, source: GradientSource) -> None:
         self._source, self._slots, self._parameters = source, source.slots, source.all
         self._versions: list[int] = []
         self._sums: Sequence[int] | None = None  # of the bits of each, in a step that looks at them
         self._num_steps = 0
+        self.beside: dict[int, Tensor] = {}
 
     def enter(self, *, checked: bool) -> None:
         """The block begins; ``checked``: the ranks compare what they hold in this step."""
         self._versions = [*map(_num_writes, self._parameters)]
+        self.beside = {}
         self._num_steps += 1
         looks = checked or self._num_steps <= _FIRST_STEPS
         self._sums = fingerprint(named_tensors(self._slots)).sums if looks else None
+
+    def take_beside(self, kept: KeptGradients, passes: Passes) -> None:
+        """What the loop has put into ``p.grad`` is part of the entire step, not of the pass that would add to it.
+
+        In a step of one pass it may stay there: what that gives is the entire step's. Raises if it cannot be weighed.
+        """
+        if passes.number == 1 and passes.follow_loop:
+            return
+        if set(map(type, map(_gradient, self._parameters))) == _NO_GRADIENT:
+            return
+        if beside := kept.take_put():
+            passes.check_none_by_hand()
+            self.check_gradients(beside, {})
+        self.beside = beside
+
+    def hand_on(self) -> dict[int, Tensor]:
+        """These are given to the merge, or put back."""
+        beside, self.beside = self.beside, {}
+        return beside
 
     def check_parameters(self) -> None:
         """At its end, before the merge: raise ``RuntimeError`` naming the first parameter that was written to.

@@ -25,7 +25,7 @@ from straggle.backward.step_in_parts import StepInParts
 from straggle.loop.by_hand import ByHand, check_dense
 from straggle.loop.stop_rules import ByClock, NoData
 from straggle.loop.unreached import Unreached
-from straggle.merge.buffers import Share
+from straggle.merge.buffers import Share, StageBuffers
 from straggle.merge.channel import PeerFailed
 from straggle.merge.checks import check_passes_to_come
 from straggle.merge.coordinator import Coordinator
@@ -101,6 +101,7 @@ class OpenStep(PassWatcher):
         self._complete_microbatches = coordinator.deadline.late_handling.granularity == "microbatch"
         self._device_clock = rank.device_clock
         self.on_backward: Callable[[], None] | None = None  # when a backward pass is over for the most part
+        self._merged: weakref.ref[StageBuffers] | None = None  # the buffers of the step that was left last
         self._last_kept: tuple[int, tuple[int, ...]] = (NONE, ())  # as the peers, and as this rank, decided last
         self.groups = GradientChunks(self._slots)
         self._grouped_run = _NO_RUN  # of the engine, whose gradients wait for their group
@@ -128,7 +129,8 @@ class OpenStep(PassWatcher):
             self._vote.begin(self._training.step, stood_in=self._stood_in)
         if self.unreached.there:
             self.unreached.clear()
-        self._kept = self._source.keep()
+        last = None if self._merged is None else self._merged()
+        self._kept = self._source.keep(() if last is None else last.views)
         rule = entry.rule or self._by_clock
         self._idle = entry.idle and not rule.stops_idle
         self.rule = NoData(self._training) if self._idle else rule
@@ -372,6 +374,8 @@ class OpenStep(PassWatcher):
         """
         self._merge_waiting()
         assert self.step is not None
+        if self._by_hand.beside:
+            self._coordinator.hold_beside(self._by_hand.hand_on())
         if learning := self._learner.times is not None:
             self.groups.note_stream()
         plain = self.rule.by_clock and not self._idle and not self._fill_in.reads_own and not learning
@@ -449,6 +453,7 @@ class OpenStep(PassWatcher):
         self.stopwatch.enter("backward")
         self._coordinator.begin_pass(self.pass_number)
         self._kept.set_aside()
+        self._by_hand.take_beside(self._kept, self._training.passes)
         if self._learner.times is not None:
             self._learner.times.begin()
 
@@ -457,7 +462,7 @@ class OpenStep(PassWatcher):
             return
         if number is None:
             self.num_fruitless += 1
-            self._kept.put_back()
+            self._kept.put_back(self._by_hand.hand_on())
         else:
             self._merge_waiting()
             self._coordinator.end_pass(number)
@@ -525,19 +530,36 @@ class OpenStep(PassWatcher):
     def _place(self, *, truncated: bool) -> None:
         """Merge the gradients that the loop has put into ``p.grad`` itself.
 
-        Of a rank that was late, or failed, in one of several micro-batches it is not known how many are in these.
+        Of a rank that was late, or failed, some may be only a part, as that of a penalty: these count as much as the
+        passes that are in.
         """
-        if not (gradients := self._kept.put_by_loop()):
+        is_cut = truncated or self.failed
+        if not (gradients := self._kept.put_by_loop(self._is_whole if is_cut else lambda _index: True)):
             return
-        assert self.step is not None
+        parts = {index: own for index, own in gradients.items() if is_cut and not self._is_whole(index)}
+        gradients = {index: own for index, own in gradients.items() if index not in parts}
+        self._by_hand.check_gradients(parts, {})
         self._by_hand.check_gradients(gradients, self._kept.gradients)
         self._coordinator.keep(self._kept.mark)
         self._training.passes.check_none_by_hand()
-        is_part = (truncated or self.failed) and self.step.num_microbatches > 1
-        if self._idle or is_part or not self.rule.accepts(self._num_taken):
+        if self._idle or not self.rule.accepts(self._num_taken):
             return
+        self._coordinator.hold_beside(parts)
         if twice := self._coordinator.place(gradients):
             self._by_hand.refuse_twice(twice)
+
+    def _is_whole(self, index: int) -> bool:
+        """Whether what the loop has put there in a step that was cut is all of the parameter's gradient.
+
+        Of one of several micro-batches it is not known how many are in it. A pass would have added to it if passes
+        gave that parameter gradients before. If none was over so far, it is whole if it may come from the model's
+        output, and no pass was cut.
+        """
+        assert self.step is not None
+        if self.step.num_microbatches > 1:
+            return False
+        known = self._coordinator.given_by_hand(index)
+        return self._num_forward > 0 and not self.failed if known is None else known
 
     def _keep_as_peers_did(self, merged: Round) -> None:
         """Where this rank was late before any backward pass, it keeps the gradients that its peers kept."""
@@ -574,6 +596,7 @@ class OpenStep(PassWatcher):
     def _put_in_place(self, merged: Round) -> None:
         """Give every parameter its merged gradient, and every buffer its merged value: the same on every rank."""
         kept, views = self._kept.gradients, merged.buffers.views
+        self._merged = weakref.ref(merged.buffers)
         if merged.buffers.is_queued:
             merged.come_after(self._rank.channel, self._rank.where(merged.step))
         if self._state.held:

@@ -275,6 +275,18 @@ class Coordinator:
         stages = [current.parameter_complete(index, at - entered_at) for index, at in complete]
         return any(stages)
 
+    def hold_beside(self, gradients: Mapping[int, Tensor]) -> None:
+        """The loop has put these there by itself before a pass: they count as much as the passes that are in."""
+        with self._lock:
+            if (current := self._open_own_round()) is not None:
+                current.hold_beside(gradients)
+
+    def given_by_hand(self, index: int) -> bool | None:
+        """Whether no backward pass gives parameter ``index`` its gradient; ``None``: that is not known so far."""
+        with self._lock:
+            current = self._open_own_round()
+            return None if current is None else current.given_by_hand(index)
+
     def place(self, gradients: Mapping[int, Tensor]) -> list[int]:
         """Merge these gradients of the entire step, which the loop has computed by itself; all of them, or none.
 

@@ -53,6 +53,10 @@ class Usage:
         for index in indices:
             self._some[index] = self._some.get(index, 0) | 1 << number
 
+    def by_hand(self, index: int) -> bool | None:
+        """Whether a loop computes the gradient of parameter ``index`` by itself; ``None``: no pass was over so far."""
+        return not (self._all or self._some.get(index)) if self._over else None
+
     def passes(self, index: int, num_passes: int) -> int:
         """The passes of a step in which parameter ``index`` may have a gradient, as a set of bits.
 
@@ -158,6 +162,7 @@ class Round:
         self.num_over = 0  # passes that are over
         self.max_over = sys.maxsize
         self._complete: set[int] = set()  # parameters of which all is in
+        self._beside: dict[int, Tensor] = {}  # what the loop has added to some parameters' gradients by itself
         self._missing = [len(stage.parameters) for stage in layout.plan.stages]  # how many are not complete
         buffers.begin()
 
@@ -187,10 +192,31 @@ class Round:
             if not together:
                 buffers.accumulate(index, gradient, add=before > 0, weight=weight, complete=before + 1 == most)
             last_in[index], num_in[index] = number, before + 1
-            if before + 1 == most:
+            if before + 1 == most and index not in self._beside:
                 complete.append((index, at))
         self._num_in_pass += len(finished)
         return complete
+
+    def hold_beside(self, gradients: Mapping[int, Tensor]) -> None:
+        """The loop has put these there before a pass: parts of the entire step's gradients, as that of a penalty.
+
+        They are merged at the end, when it is known which share of the passes is in: so much of them counts.
+        """
+        for index, gradient in gradients.items():
+            before = self._beside.get(index)
+            self._beside[index] = gradient if before is None else before + gradient
+
+    def add_beside(self, own: Contribution) -> list[int]:
+        """Take the share of these that ``own`` has of the parameters; those that are complete with that."""
+        for index, gradient in self._beside.items():
+            if share := own.computed[index]:
+                add, weight = self.num_in[index] > 0, self.passes.weight * share
+                self.buffers.accumulate(index, gradient, add=add, weight=weight)
+        return [index for index in self._beside if own.computed[index] == 1]
+
+    def given_by_hand(self, index: int) -> bool | None:
+        """Whether no pass gives parameter ``index`` its gradient; ``None``: that is not known so far."""
+        return self._usage.by_hand(index)
 
     def place(self, gradients: Mapping[int, Tensor]) -> None:
         """Take these gradients, each the rank's own of the entire step: the loop computed them, no pass gave them."""
@@ -247,7 +273,8 @@ class Round:
         """The rank's part is submitted, and no more passes come: parameters of which all is in after all."""
         self.passes = self.passes.as_submitted()
         most = self.passes.number
-        return [index for index, count in enumerate(self.num_in) if count == most > 0 and index not in self._complete]
+        others = self._complete.union(self._beside)
+        return [index for index, count in enumerate(self.num_in) if count == most > 0 and index not in others]
 
     def finished_part(self, phase: Phase) -> Contribution:
         """What a rank computed that is stood in for in this phase."""
@@ -306,9 +333,9 @@ class Round:
 
     def close(self, own: Contribution, weights: Sequence[float]) -> None:
         """Merge what is left, with these `weights`; the telemetry is in the buffers."""
-        weight, number = self.passes.weight, self.passes.number
+        weight, number, there = self.passes.weight, self.passes.number, self._beside.keys() | own.estimated.keys()
         shares = {
-            index: Share(weight * weights[index], self.num_in[index] > 0 or index in own.estimated)
+            index: Share(weight * weights[index], self.num_in[index] > 0 or index in there)
             for index in range(len(weights))
             if self.num_in[index] != number or not number
         }

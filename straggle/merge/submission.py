@@ -38,8 +38,9 @@ class Submission:
         """Submit the training thread's own step; when that was."""
         training = self._rank.training
         if current.passes.may_end_early:
-            self._end_early(current)
+            self._complete(current, current.end_early())
         own = current.own_part(self._rank.stopwatch.phase, truncated=truncated, failed=failed)
+        self._complete(current, current.add_beside(own))
         if not truncated:
             training.microbatch_finished()
         if min(own.computed) < 1 and self._had_work(current):
@@ -65,16 +66,17 @@ class Submission:
         """Submit what the training thread finished, and nothing for the rest; when that was."""
         current.stood_in = True
         if current.passes.may_end_early:
-            self._end_early(current)
+            self._complete(current, current.end_early())
         own = current.finished_part(self._rank.stopwatch.phase)
+        self._complete(current, current.add_beside(own))
         now = self._submit(current, own, {}, NOTHING_GIVEN)
         self._rank.training.stop_up_to(current.step)
         return now
 
-    def _end_early(self, current: Round) -> None:
-        """Only now it is known that no more passes come: what is complete counts like any other that is."""
+    def _complete(self, current: Round, indices: Sequence[int]) -> None:
+        """Only now it is known that no more comes to these: what is complete counts like any other that is."""
         after_s = self._rank.stopwatch.now() - (self._rank.training.entered_at or 0.0)
-        for index in current.end_early():
+        for index in indices:
             if self._fill_in.reads_own:
                 try:
                     self._fill_in.computed(self._slots[index].parameter, current.read(index))

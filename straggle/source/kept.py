@@ -6,7 +6,9 @@ They are known when the first backward pass of a step begins: until then a loop 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, count
+from types import MappingProxyType
 
 from torch import Tensor
 
@@ -18,14 +20,18 @@ UNDECIDED, NONE = -1, 0
 class KeptGradients:
     """The gradients in ``p.grad`` of these parameters, from entering a step until its first backward pass begins.
 
-    They lie in the buffers of the step before, which must not be used again before `decide`. ``is_queued``: they are on
-    a device that the host does not wait for, to see which of those that the loop wrote to are zeros.
+    They lie in the buffers of the step before, which must not be used again before `decide`: ``merged`` are those of
+    that step. Others were put there by the loop, which may be other ones on each rank: they count as if it had done so
+    in the block. ``is_queued``: they are on a device that the host does not wait for, to see which of those that the
+    loop wrote to are zeros.
     """
 
-    def __init__(self, parameters: Sequence[HasGradient], *, is_queued: bool = False) -> None:
+    def __init__(
+        self, parameters: Sequence[HasGradient], merged: Sequence[Tensor] = (), *, is_queued: bool = False
+    ) -> None:
         self._parameters, self._is_queued = parameters, is_queued
-        there = ((index, parameter.grad) for index, parameter in enumerate(parameters))
-        self._entered = {index: (gradient, gradient._version) for index, gradient in there if gradient is not None}
+        there = zip(count(), (parameter.grad for parameter in parameters), merged, strict=False)
+        self._entered = {index: (gradient, gradient._version) for index, gradient, own in there if gradient is own}
         self._aside: dict[int, Tensor] | None = None
         self._unseen: dict[int, tuple[Tensor, Tensor]] = {}  # copies that may be zeros, and what they are copies of
         self.decided = not self._entered
@@ -41,9 +47,9 @@ class KeptGradients:
         if not self.decided and self._aside is None:
             self._aside = self._take(looks=not self._is_queued)
 
-    def put_back(self) -> None:
-        """Undo `set_aside`: the pass had no gradient, and the loop may still zero those present."""
-        for index, gradient in (self._aside or {}).items():
+    def put_back(self, put: Mapping[int, Tensor] = MappingProxyType({})) -> None:
+        """Undo `set_aside`, and `take_put`: the pass had no gradient, and the loop may still zero those present."""
+        for index, gradient in chain((self._aside or {}).items(), put.items()):
             self._parameters[index].grad = gradient
         for index, (copy, gradient) in self._unseen.items():
             if self._parameters[index].grad is copy:
@@ -73,17 +79,25 @@ class KeptGradients:
         self._settle({index: grad for index, grad in self._aside.items() if self._is_as_entered(index, grad)})
         return True
 
-    def put_by_loop(self) -> dict[int, Tensor]:
+    def take_put(self) -> dict[int, Tensor]:
+        """A backward pass begins, and others are set aside: take those that the loop has put there before it."""
+        there = self._take_all()
+        for index in self._unseen.keys() & there.keys():
+            self._parameters[index].grad = there.pop(index)
+        return there
+
+    def put_by_loop(self, is_whole: Callable[[int], bool]) -> dict[int, Tensor]:
         """At the end of the step, take the gradients in ``p.grad`` that the loop, not a backward pass, has put there.
 
         If there was no backward pass and the loop has put or changed any gradient, all gradients present are this
-        rank's own, as they would be without a merge: none is kept.
+        rank's own, as they would be without a merge: none is kept. But one that is not whole, because a pass would have
+        added to it, is dropped then.
         """
         if self.decided:
             return {index: own for index, own in self._take_all().items() if not self._is_unseen_zero(index, own)}
         self.put_back()
         aside = self._take(looks=True)
-        by_loop = self._take_all()
+        by_loop = {index: own for index, own in self._take_all().items() if is_whole(index)}
         for index, gradient in aside.items():
             self._parameters[index].grad = gradient
         if not by_loop:

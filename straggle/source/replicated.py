@@ -87,9 +87,9 @@ class ReplicatedSource:
     def pass_left(self) -> None:
         """Nothing is left of it but its graph."""
 
-    def keep(self) -> KeptGradients:
+    def keep(self, merged: Sequence[Tensor]) -> KeptGradients:
         """A step is entered: what is in ``p.grad``."""
-        return KeptGradients(self.all, is_queued=device_of(self.all[0].device).is_queued)
+        return KeptGradients(self.all, merged, is_queued=device_of(self.all[0].device).is_queued)
 
     def place(self, gradients: Sequence[Tensor | None]) -> None:
         """Each merged gradient becomes its parameter's ``p.grad``."""

@@ -96,8 +96,8 @@ class ShardedSource(ReplicatedSource):
         self._hooks = UnitHooks(self._module, self.all, observer, self._shards, self)
         return self._hooks
 
-    def keep(self) -> KeptGradients:
-        return KeptGradients(self._shards, is_queued=device_of(self.slots[0].device).is_queued)
+    def keep(self, merged: Sequence[Tensor]) -> KeptGradients:
+        return KeptGradients(self._shards, merged, is_queued=device_of(self.slots[0].device).is_queued)
 
     def place(self, gradients: Sequence[Tensor | None]) -> None:
         for shard, gradient in zip(self._shards, gradients, strict=True):

@@ -110,8 +110,8 @@ class GradientSource(Protocol):
     def pass_left(self) -> None:
         """Between two steps, or two passes: forget one that has not come to its end, if there is one."""
 
-    def keep(self) -> KeptGradients:
-        """A step is entered: the gradients that are there already."""
+    def keep(self, merged: Sequence[Tensor]) -> KeptGradients:
+        """A step is entered: the gradients that are there already; ``merged``: those of the step before."""
 
     def place(self, gradients: Sequence[Tensor | None]) -> None:
         """Give every parameter its merged gradient, one for each slot; ``None``: it has none in this step."""
