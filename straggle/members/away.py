@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections.abc import Container, Iterable
 
 from straggle.merge.rank_parts import RankParts
+from straggle.stuck.frames import frames_of_thread, place_of
+from straggle.stuck.states import INSTEAD as NO_COLLECTIVE
 
 INSTEAD = "write `with model.pause():` around an evaluation or a checkpoint of one rank, and the others wait for it"
 
@@ -22,8 +25,9 @@ class Away:
     """
 
     def __init__(self, rank: RankParts) -> None:
-        self._rank = rank
+        self._rank, self._ident = rank, threading.get_ident()  # the thread that wraps the model is the one that trains
         self._lines: set[str] = set()  # of this rank's loop, that were named
+        self._told_before = -1  # which step
         self._missed: dict[int, tuple[int, float]] = {}  # by rank: the last step without it, and how many in a row
         self._named: set[int] = set()  # ranks that were named by this one
 
@@ -33,13 +37,16 @@ class Away:
 
     def stands_in(self) -> None:
         """The stand-in is about to submit: this rank's training thread may be away."""
-        if self._rank.training.entered_at is not None or self._rank.lag < self._max_lag // 2:
+        training, lag = self._rank.training, self._rank.lag
+        if training.entered_at is not None or lag < self._max_lag // 2 or training.step == self._told_before:
             return
-        place = self._rank.stand_in.place()
-        if (line := place.partition(", inside of ")[0]) in self._lines:
+        place = place_of(frames_of_thread(self._ident))
+        if place is None or place.waits_in_straggle or (line := str(place.own)) in self._lines:
             return
         self._lines.add(line)
-        _log.warning("%s; %s", self._words(self._rank.channel.name, self._rank.lag, place), INSTEAD)
+        self._told_before = training.step  # work of several lines is told once
+        what = f"a collective of the loop's own {NO_COLLECTIVE}" if place.kind == "collective" else INSTEAD
+        _log.warning("%s; %s", self._words(self._rank.channel.name, lag, f", {place.words()}"), what)
 
     def merged(self, step: int, stood_in: Iterable[int], away: Container[int], *, speaks: bool) -> None:
         """These ranks were stood in for, some of them ``away``, between two steps; ``speaks``: this rank names them."""

@@ -51,6 +51,11 @@ class Place(NamedTuple):
     kind: Kind = "stuck"
     collective: str = ""
 
+    @property
+    def waits_in_straggle(self) -> bool:
+        """Whether the code that runs is straggle's own, as in a step, and not what the user's calls through it."""
+        return _whose(self.inner.file) == _STRAGGLE
+
     def words(self, text: str = "") -> str:
         """For people; ``text`` is the source line of the user's frame."""
         code = f": {text}" if text else ""

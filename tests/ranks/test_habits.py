@@ -58,11 +58,12 @@ def test_rank_that_works_alone_for_too_long_is_told_what_to_write_in_time_and_co
     assert outcomes[who][1] >= 1, "it took a peer's state"
     told = f"rank {who} has been at work between two steps while 3 steps were merged without it"
     own, peers = log[f"log{who}.0"], log[f"log{1 - who}.0"]
-    for text in (own, peers):
-        assert text.count(f"rank {who} has been at work between two steps") == 1, text
-        assert "write `with model.pause():`" in text
-    assert told in peers
     assert "in evaluate_alone (" in own
+    assert peers.count(f"rank {who} has been at work between two steps") == 1, (
+        peers
+    )  # itself may be slow elsewhere, too
+    assert told in peers
+    assert "write `with model.pause():`" in peers
     assert own.index("write `with model.pause():`") < own.index("it takes the state of a peer"), own
 
 
