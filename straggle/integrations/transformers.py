@@ -68,26 +68,27 @@ class StagedTrainerMixin:
     _total_loss_scalar: float
 
     def __init__(self, *positional: Any, **words: Any) -> None:
+        # all names are ours: the class behind has private ones, too
         self._staged_options = take_options(words)
         self._staged: StagedDataParallel | None = None
-        self._accumulation, self._scalars = Accumulation(), StepScalars()
-        self._merged_loss = 0.0  # mean of the last step, over ranks
-        self._loss = torch.zeros(())  # sum over the open step's micro-batches, weighted
-        self._num_finished = 0
-        self._micro_batch: _MicroBatch | None = None  # whose training_step runs
-        self._last_loss, self._gives_more = LastLoss(), False  # compute_loss gives more than a loss
-        self._tokens: float | None = None  # of this rank in the next step
-        self._full: float | None = None  # tokens of a full step, which has weight 1
+        self._staged_accumulation, self._staged_scalars = Accumulation(), StepScalars()
+        self._staged_merged_loss = 0.0  # mean of the last step, over ranks
+        self._staged_loss = torch.zeros(())  # sum over the open step's micro-batches, weighted
+        self._staged_num_finished = 0
+        self._staged_micro_batch: _MicroBatch | None = None  # whose training_step runs
+        self._staged_last_loss, self._staged_gives_more = LastLoss(), False  # compute_loss gives more than a loss
+        self._staged_tokens: float | None = None  # of this rank in the next step
+        self._staged_full: float | None = None  # tokens of a full step, which has weight 1
         super().__init__(*positional, **words)
-        self._averages_tokens = self._takes_part() and bool(self.args.average_tokens_across_devices)
-        if self._takes_part():
-            self._check_arguments()
+        self._staged_averages_tokens = self._staged_takes_part() and bool(self.args.average_tokens_across_devices)
+        if self._staged_takes_part():
+            self._staged_check_arguments()
             self.args.average_tokens_across_devices = False  # the merge does it
 
-    def _takes_part(self) -> bool:
+    def _staged_takes_part(self) -> bool:
         return bool(self.args.parallel_mode == ParallelMode.DISTRIBUTED)
 
-    def _check_arguments(self) -> None:
+    def _staged_check_arguments(self) -> None:
         kind = str(self.accelerator.distributed_type).rpartition(".")[2]
         if not kind.startswith("MULTI_"):
             raise ValueError(f"StagedTrainer takes the place of DDP, and this job is of kind {kind}: use Trainer")
@@ -110,12 +111,12 @@ class StagedTrainerMixin:
             return unwrap(model.module if isinstance(model, StagedDataParallel) else model, *args, **words)
 
         self.accelerator.unwrap_model = unwrap_model
-        self.accelerator.backward = partial(self._backward, self.accelerator.backward)
+        self.accelerator.backward = partial(self._staged_backward, self.accelerator.backward)
 
     def get_train_dataloader(self) -> Any:
         """As the base class; refuses a loader that reads on one rank for all, because all would wait for it."""
         loader = super().get_train_dataloader()  # type: ignore[misc]
-        if self._takes_part() and type(loader).__name__ == "DataLoaderDispatcher":
+        if self._staged_takes_part() and type(loader).__name__ == "DataLoaderDispatcher":
             raise ValueError(
                 "this loader reads on one rank and sends to the others, which would wait for it in every batch: set "
                 'accelerator_config={"dispatch_batches": False}; each rank then reads all of the stream, as it is, and '
@@ -124,110 +125,114 @@ class StagedTrainerMixin:
         return loader
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
-        if not training or not self._takes_part():
+        if not training or not self._staged_takes_part():
             bare = model.module if isinstance(model, StagedDataParallel) else model
             return super()._wrap_model(bare, training, dataloader)  # type: ignore[misc]
         if not isinstance(model, StagedDataParallel):  # autocast and torch.compile, as under DDP
             model = self.accelerator.prepare_model(model, evaluation_mode=True)
         self._staged = wrapped(model, self._staged_options)
-        self._staged.register_step_hook(self._merged)
-        self._staged.register_forward_pre_hook(ModuleHook(self._before_forward))
+        self._staged.register_step_hook(self._staged_merged)
+        self._staged.register_forward_pre_hook(ModuleHook(self._staged_before_forward))
         return self._staged
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """The number of items of this rank alone, which is its weight in the merge."""
         num_items = super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
-        if num_items is None or not self._averages_tokens:
-            self._tokens = None
+        if num_items is None or not self._staged_averages_tokens:
+            self._staged_tokens = None
             return num_items
-        self._tokens = float(num_items) or _NO_TOKENS
+        self._staged_tokens = float(num_items) or _NO_TOKENS
         return max(num_items, 1)  # the divisor of an empty loss
 
     def train(self, *positional: Any, **words: Any) -> Any:
         """Train as the base class does, with ``training_step`` and ``compute_loss`` as parts of a step."""
         with (
-            _goes_through(self, "training_step", self._training_step),
-            _goes_through(self, "compute_loss", self._compute_loss),
+            _goes_through(self, "training_step", self._staged_training_step),
+            _goes_through(self, "compute_loss", self._staged_compute_loss),
         ):
             return super().train(*positional, **words)  # type: ignore[misc]
 
     # -- one micro-batch
 
-    def _training_step(self, base: Callable[..., Tensor], model: nn.Module, *inputs: Any, **words: Any) -> Tensor:
+    def _staged_training_step(
+        self, base: Callable[..., Tensor], model: nn.Module, *inputs: Any, **words: Any
+    ) -> Tensor:
         """Run one micro-batch of a step; returns the step's loss after the last one, and zero before."""
         if not isinstance(model, StagedDataParallel):
             return base(model, *inputs, **words)
         is_last, loss = self.accelerator.sync_gradients, None
-        self._micro_batch = micro_batch = _MicroBatch(partial(self._step_of, model, is_last=is_last))
+        self._staged_micro_batch = micro_batch = _MicroBatch(partial(self._staged_step_of, model, is_last=is_last))
         try:
             with micro_batch:
                 loss = base(model, *inputs, **words)
         finally:
-            self._micro_batch = None
+            self._staged_micro_batch = None
         step = micro_batch.step  # it begins here if nothing was computed
         if loss is not None and not step.late:
-            self._loss += loss.cpu()
-            self._num_finished += 1
+            self._staged_loss += loss.cpu()
+            self._staged_num_finished += 1
         if not is_last:
             return torch.zeros((), device=self.args.device)
-        if self._num_finished:  # missing micro-batches are assumed to be like the others
-            mean = float(self._loss) * step.num_microbatches / self._num_finished
+        if self._staged_num_finished:  # missing micro-batches are assumed to be like the others
+            mean = float(self._staged_loss) * step.num_microbatches / self._staged_num_finished
             step.log(**dict(zip(_LOSS, (mean * step.weight, step.weight), strict=True)))
         step.end()
-        return torch.tensor(self._merged_loss, device=self.args.device)
+        return torch.tensor(self._staged_merged_loss, device=self.args.device)
 
-    def _compute_loss(self, base: Callable[..., Any], model: nn.Module, *inputs: Any, **words: Any) -> Any:
+    def _staged_compute_loss(self, base: Callable[..., Any], model: nn.Module, *inputs: Any, **words: Any) -> Any:
         """The base class's, which a late rank leaves; it then has its last loss, which leads to no parameter."""
-        micro_batch = self._micro_batch
+        micro_batch = self._staged_micro_batch
         if micro_batch is None or micro_batch.computes or not torch.is_grad_enabled():
             return base(model, *inputs, **words)
-        if self._gives_more or words.get("return_outputs") or inputs[1:2] == (True,):
+        if self._staged_gives_more or words.get("return_outputs") or inputs[1:2] == (True,):
             micro_batch.compute_to_end()  # a late rank has no outputs that the caller could go on with
             return base(model, *inputs, **words)
         with micro_batch.computing():
             computed = base(model, *inputs, **words)
-            self._gives_more = not isinstance(computed, Tensor)  # known after the first step, in which no rank is late
-            self._last_loss.note(computed)
+            self._staged_gives_more = not isinstance(
+                computed, Tensor
+            )  # known after the first step, in which no rank is late
+            self._staged_last_loss.note(computed)
             return computed
-        return self._last_loss.again(self.args.device)
+        return self._staged_last_loss.again(self.args.device)
 
-    def _backward(self, base: Callable[..., None], loss: Tensor, **words: Any) -> None:
+    def _staged_backward(self, base: Callable[..., None], loss: Tensor, **words: Any) -> None:
         """The accelerator's; a late rank leaves it, or has nothing to compute in it."""
-        micro_batch = self._micro_batch
+        micro_batch = self._staged_micro_batch
         if micro_batch is None or micro_batch.computes:
             base(loss, **words)
             return
         with micro_batch.computing() as step:
             base(loss.detach().requires_grad_() if step.late else loss, **words)
 
-    def _before_forward(self, *_: Any) -> None:
+    def _staged_before_forward(self, *_: Any) -> None:
         """The model is called; if that is by a training step itself, its rest is what computes."""
-        micro_batch = self._micro_batch
+        micro_batch = self._staged_micro_batch
         if micro_batch is not None and not micro_batch.computes and torch.is_grad_enabled():
             micro_batch.compute_to_end()
 
-    def _step_of(self, model: StagedDataParallel, *, is_last: bool) -> Any:
+    def _staged_step_of(self, model: StagedDataParallel, *, is_last: bool) -> Any:
         begins, num_expected = model.open_step is None, self.current_gradient_accumulation_steps  # type: ignore[attr-defined]
-        step = self._accumulation.step_of(model, num_expected, is_last=is_last)
+        step = self._staged_accumulation.step_of(model, num_expected, is_last=is_last)
         if begins:
-            self._loss, self._num_finished = torch.zeros(()), 0
-            if self._tokens is not None:
-                step.weight = self._tokens / self._full_step(self._tokens)
+            self._staged_loss, self._staged_num_finished = torch.zeros(()), 0
+            if self._staged_tokens is not None:
+                step.weight = self._staged_tokens / self._staged_full_step(self._staged_tokens)
         return step
 
-    def _merged(self, record: StepRecord) -> None:
-        self._scalars.add(record.report)
+    def _staged_merged(self, record: StepRecord) -> None:
+        self._staged_scalars.add(record.report)
         weighted, weight = (record.report.scalars.get(name) for name in _LOSS)
         if weighted is not None and weight:
-            self._merged_loss = weighted / weight
+            self._staged_merged_loss = weighted / weight
 
-    def _full_step(self, tokens: float) -> float:
+    def _staged_full_step(self, tokens: float) -> float:
         """Rank 0's tokens in the first step: a rank with as many has weight 1, as with DDP, bit for bit."""
-        if self._full is None:
+        if self._staged_full is None:
             full = torch.tensor([max(tokens, 1.0)], dtype=torch.float64, device=self.args.device)
             dist.broadcast(full, 0)
-            self._full = float(full)
-        return self._full
+            self._staged_full = float(full)
+        return self._staged_full
 
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, grad_norm: Any, *args: Any, **words: Any) -> None:
         staged = self._staged
@@ -235,18 +240,18 @@ class StagedTrainerMixin:
             super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **words)  # type: ignore[misc]
             return
         if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
-            self._log_merged(tr_loss, grad_norm, words.get("learning_rate"), args[4] if len(args) > 4 else None)
+            self._staged_log_merged(tr_loss, grad_norm, words.get("learning_rate"), args[4] if len(args) > 4 else None)
         if not (self.control.should_evaluate or self.control.should_save):
             return
         with staged.pause() if staged.open_step is None else contextlib.nullcontext():
             super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **words)  # type: ignore[misc]
 
-    def _log_merged(self, tr_loss: Tensor, grad_norm: Any, learning_rate: float | None, start_time: Any) -> None:
+    def _staged_log_merged(self, tr_loss: Tensor, grad_norm: Any, learning_rate: float | None, start_time: Any) -> None:
         """Log what the base class logs, which is equal on all ranks already, and the step's scalars."""
         loss, tr_loss[...] = float(tr_loss), 0.0
         num_steps = self.state.global_step - self._globalstep_last_logged
         rate = self._get_learning_rate() if learning_rate is None else learning_rate  # type: ignore[attr-defined]
-        scalars = {name: value for name, value in self._scalars.take().items() if name not in _LOSS}
+        scalars = {name: value for name, value in self._staged_scalars.take().items() if name not in _LOSS}
         logs = {"loss": loss / num_steps, "learning_rate": rate, **scalars}
         if grad_norm is not None:
             logs["grad_norm"] = float(grad_norm)
@@ -259,15 +264,15 @@ class StagedTrainerMixin:
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)  # type: ignore[misc]
         if self._staged is not None:
-            torch.save(self._staged.straggle_state(), self._state_file(output_dir))
+            torch.save(self._staged.straggle_state(), self._staged_state_file(output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-        if self._staged is None or checkpoint is None or not (path := self._state_file(checkpoint)).exists():
+        if self._staged is None or checkpoint is None or not (path := self._staged_state_file(checkpoint)).exists():
             return
         self._staged.load_straggle_state(torch.load(path, weights_only=True))
 
-    def _state_file(self, folder: str) -> Path:
+    def _staged_state_file(self, folder: str) -> Path:
         return Path(folder) / f"straggle_{self.args.process_index}.pt"
 
 

@@ -137,6 +137,12 @@ def counting(base):
             gather_at(self.seen[self.decides])
             return super()._prepare_inputs(inputs)
 
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return self._compute_loss(model, inputs, return_outputs, num_items_in_batch)  # a name that trl has
+
+        def _compute_loss(self, *inputs):
+            return super().compute_loss(*inputs)
+
     return Counting
 
 
@@ -250,6 +256,24 @@ def with_trainer(rank, name, staged, place, accumulate, file):
     if staged:
         trainer.model_wrapped.close()
     return trainer.seen, (trainer.losses, [entry["loss"] for entry in logs]), net, late
+
+
+def names_of_ours(rank, folder):
+    """Private names that a trainer has only because of the mixin."""
+    as_launched(rank)
+    from transformers import Trainer, TrainingArguments
+
+    from straggle.integrations.transformers import StagedTrainer
+
+    made = [kind(nn.Linear(1, 1), TrainingArguments(folder, use_cpu=True)) for kind in (Trainer, StagedTrainer)]
+    plain, staged = ({*dir(trainer), *vars(trainer)} for trainer in made)
+    return sorted(name for name in staged - plain if name.startswith("_"))
+
+
+def test_private_names_of_the_mixin_cannot_be_those_of_the_class_behind_it(tmp_path, run_loaded):
+    names = run_loaded(names_of_ours, NUM_RANKS, str(tmp_path), timeout_s=100)[0]
+    assert names
+    assert all(name.startswith("_staged") for name in names), names
 
 
 @pytest.mark.parametrize("name", NAMES)
