@@ -1,14 +1,16 @@
 """Which samples of an epoch each rank has in which step, and what becomes of those that a rank did not bring.
 
 A *deal* gives each step of an epoch ``sum(shares)`` samples, and of these each rank its share. It holds until a rank
-leaves or comes back: what was not brought so far is then dealt again, by new shares. All follows from the telemetry of
-the merged steps, so that every rank deals alike and no message is needed.
+leaves or comes back: what was not brought so far is then dealt again, by new shares. A rank that misses a step, because
+it is not there when that is merged, has the same samples in the next one: it need not load any for the steps that it
+misses, and what it has not come to at the end of the deal is dealt again. All follows from the telemetry of the merged
+steps, so that every rank deals alike and no message is needed.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,13 +54,14 @@ class Parts:
     """What the ranks brought in a merged step: ``brought`` by rank.
 
     ``absent``: they are no members. ``stood_in``: they did not take part by themselves. ``leaving``: they leave after
-    this step.
+    this step. ``missed``: they were stood in for before they had entered it, and have not begun with their samples.
     """
 
     brought: tuple[bool, ...]
     absent: frozenset[int] = frozenset()
     stood_in: frozenset[int] = frozenset()
     leaving: frozenset[int] = frozenset()
+    missed: frozenset[int] = frozenset()
 
     def active(self, before: frozenset[int], world_size: int) -> frozenset[int]:
         """The ranks to which something is dealt from here on, if these had something ``before``.
@@ -80,7 +83,9 @@ def parts_of(record: StepRecord, repeat_up_to: float = 0.0) -> Parts:
     if not all(finished):
         ranks = record.report.ranks
         finished = [not (own.absent or own.idle) and own.reach > repeat_up_to for own in ranks]
-    return Parts(tuple(finished), table.absent_ranks(), table.stood_in_ranks(), table.leaving_ranks())
+    stood_in = table.stood_in_ranks()
+    missed = table.missed_ranks() if stood_in else stood_in
+    return Parts(tuple(finished), table.absent_ranks(), stood_in, table.leaving_ranks(), missed)
 
 
 class Ledger:
@@ -114,6 +119,7 @@ class Ledger:
         self.deal: Deal
         self._lost: list[Tensor]  # of this deal
         self._repeats: dict[int, int]  # of samples in this epoch
+        self._num_missed: list[int]  # steps of this deal, by rank: it is so far behind with its samples
         self._begin(0, tuple(shares or self._shares()))
 
     @property
@@ -121,20 +127,28 @@ class Ledger:
         """Epoch, deal in the epoch, step in the deal: of the next step."""
         return self.epoch, self.num_deals, self.done
 
+    def place(self, rank: int) -> tuple[int, int, int]:
+        """The same, of the step for which the rank's next samples were dealt: an earlier one if it has missed some."""
+        return self.epoch, self.num_deals, self.done - self._num_missed[rank]
+
+    def of(self, rank: int) -> Tensor:
+        """The rank's samples in the next step."""
+        return self.deal.of(self.done - self._num_missed[rank], rank)
+
     def merged(self, parts: Parts, shares: Sequence[int] | None = None) -> None:
         """The step at `position` is merged; ``shares`` from here on, if they are not equal ones."""
         for rank, brought in enumerate(parts.brought):
-            own = self.deal.of(self.done, rank)
-            if not brought and len(own):
-                self._not_brought(own, counts=rank not in parts.absent)
+            if rank in parts.missed:
+                self._num_missed[rank] += 1
+            elif not brought:
+                self._not_brought(self.of(rank), counts=rank not in parts.absent)
         self.done += 1
         self.active = parts.active(self.active, self._world_size)
         if shares is None:
             shares = self._shares()
         if tuple(shares) == self.deal.shares and self.done < self.deal.num_steps:
             return
-        left = torch.cat([self.deal.after(self.done), *self._lost])
-        if len(left):
+        if len(left := self._left(parts.absent)):
             self._deal(left, tuple(shares))
         else:
             self._begin(self.epoch + 1, tuple(shares))
@@ -152,6 +166,7 @@ class Ledger:
             "lost": torch.cat([torch.empty(0, dtype=torch.int64), *self._lost]),
             "repeats": torch.tensor(sorted(self._repeats.items()), dtype=torch.int64).view(-1, 2),
             "num_lost": self.num_lost,
+            "num_missed": list(self._num_missed),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], shares: Sequence[int] | None = None) -> None:
@@ -169,15 +184,23 @@ class Ledger:
         self.epoch, self.num_deals, self.done = epoch, num_deals, done
         self.deal = Deal(samples, tuple(map(int, state["shares"])))
         self._lost = [state["lost"].clone()]
+        self._num_missed = list(map(int, state.get("num_missed", [0] * len(self.deal.shares))))
         self._repeats = {int(sample): int(times) for sample, times in state["repeats"].tolist()}
         self.num_lost = int(state["num_lost"])
         self.active = frozenset(map(int, state["active"]))
         if (state["world_size"], state["batch_size"]) != (self._world_size, self._batch_size):
             self.active = frozenset(range(self._world_size))
-            self._deal(torch.cat([self.deal.after(done), *self._lost]), tuple(shares or self._shares()))
+            self._deal(self._left(range(len(self._num_missed))), tuple(shares or self._shares()))
+
+    def _left(self, absent: Collection[int]) -> Tensor:
+        """What is to be dealt again, as the deal ends; it counts as repeated if a rank that is not ``absent`` had it."""
+        for rank, missed in enumerate(self._num_missed):
+            for step in range(self.done - missed, self.done):
+                self._not_brought(self.deal.of(step, rank), counts=rank not in absent)
+        return torch.cat([self.deal.after(self.done), *self._lost])
 
     def _not_brought(self, samples: Tensor, *, counts: bool) -> None:
-        if counts:
+        if counts and len(samples):
             numbers = samples.tolist()
             for number in numbers:
                 self._repeats[number] = self._repeats.get(number, 0) + 1
@@ -196,7 +219,7 @@ class Ledger:
     def _deal(self, samples: Tensor, shares: tuple[int, ...]) -> None:
         self.deal = Deal(samples, shares)
         self.num_deals += 1
-        self.done, self._lost = 0, []
+        self.done, self._lost, self._num_missed = 0, [], [0] * len(shares)
 
     def _order(self, epoch: int) -> Tensor:
         """The samples of an epoch in their order."""

@@ -37,6 +37,8 @@ class Epochs:
     What a rank was to bring and did not is dealt again at the end of the epoch, to the ranks that are then there: what
     it had while it was absent, and what it had in a step to which it gave at most the share ``repeat_up_to`` of its
     gradient (0: only if all of it is missing). A sample of a rank that is there is dealt at most three times again.
+    A rank that loads slowly and misses steps loads nothing for these: its batch comes again until it is in time for a
+    step, and the batches that it has not come to at the end of the deal are dealt again.
     When ranks leave or come back, what is left of the epoch is dealt again, and the loader begins again.
     With ``rebalance`` a rank has ``batch_size`` times its share: 1 if the shares are samples.
 
@@ -111,8 +113,8 @@ class Epochs:
 
         A rank that has none is given one that does not count: ``model.idle`` is set for that step.
         """
-        self._take(self._ledger.position)
-        own = self._own(self._ledger.done)
+        self._take()
+        own = self._ledger.of(self._model.rank)
         return own if len(own) else self._ledger.deal.samples[:1]
 
     def close(self) -> None:
@@ -127,7 +129,7 @@ class Epochs:
         """Go on from there, also in the middle of a loop. Raises ``ValueError`` for the state of other data."""
         self._ledger.load_state_dict(state, self._shares())
         self._behind = False
-        if self._in_hand != self._ledger.position:
+        if self._in_hand != self._place:
             self._num_loads += 1  # the loader is to begin again
             self._model.idle = self._in_hand is not None  # the loop holds a batch of another step
 
@@ -137,18 +139,20 @@ class Epochs:
             return None
         return [self._batch_size * share for share in self._rebalance.shares]
 
-    def _own(self, step: int) -> Tensor:
-        return self._ledger.deal.of(step, self._model.rank)
+    @property
+    def _place(self) -> tuple[int, int, int]:
+        return self._ledger.place(self._model.rank)
 
     def _of_one_deal(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Batches until what is left is dealt again, or the epoch is over."""
         ledger, loads = self._ledger, self._num_loads
         deal = ledger.position[:2]
         for batch in loader:
-            self._take(ledger.position)
+            self._take()
             yield batch
             num_unused = 0
-            while self._behind or not self._num_made:  # it was not used, as if the loop caught an error
+            # it was not used, as if the loop caught an error; or it came too late for a step
+            while self._behind or not self._num_made or self._in_hand == self._place:
                 num_unused = 0 if self._num_made else num_unused + 1
                 if num_unused > _MAX_UNUSED:
                     raise RuntimeError(
@@ -164,9 +168,9 @@ class Epochs:
             if ledger.position[:2] != deal or self._num_loads != loads:
                 return
 
-    def _take(self, position: tuple[int, int, int]) -> None:
-        self._in_hand, self._num_made = position, 0
-        count = len(self._own(position[2]))
+    def _take(self) -> None:
+        self._in_hand, self._num_made = self._place, 0
+        count = len(self._ledger.of(self._model.rank))
         self._model.idle = not self._behind and not count
         self._model.default_weight = (count or 1) / self._batch_size  # each sample counts the same
 
@@ -187,13 +191,12 @@ class _OwnBatches(Sampler[list[int]]):
         self._epochs = epochs
 
     def __len__(self) -> int:
-        ledger = self._epochs._ledger
-        return ledger.deal.num_steps - ledger.done
+        return self._epochs._ledger.deal.num_steps - self._epochs._place[2]
 
     def __iter__(self) -> Iterator[list[int]]:
         """Of a step in which the rank has no samples it gives one that does not count."""
         ledger, rank = self._epochs._ledger, self._epochs._model.rank
         deal = ledger.deal  # which stays as it is, however far ahead a loader fetches
-        for step in range(ledger.done, deal.num_steps):
+        for step in range(self._epochs._place[2], deal.num_steps):
             own = deal.of(step, rank)
             yield (own if len(own) else deal.samples[:1]).tolist()

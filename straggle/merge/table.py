@@ -203,11 +203,15 @@ class Table:
         """Ranks that were stood in for."""
         return frozenset(rank for rank, stood_in in enumerate(self._columns["stood_in"]) if stood_in)
 
+    def missed_ranks(self) -> frozenset[int]:
+        """Ranks that were stood in for before they had entered the step."""
+        entered = self._columns["compute_s"]
+        return frozenset(rank for rank in self.stood_in_ranks() if math.isnan(entered[rank]))
+
     def away_ranks(self) -> frozenset[int]:
         """Ranks that were stood in for while their loops were at work between two steps."""
-        columns = zip(self._columns["cause"], self._columns["compute_s"], strict=True)
-        between = {rank for rank, (cause, own_s) in enumerate(columns) if cause in _BETWEEN and math.isnan(own_s)}
-        return self.stood_in_ranks() & between
+        causes = self._columns["cause"]
+        return frozenset(rank for rank in self.missed_ranks() if causes[rank] in _BETWEEN)
 
     def absent_ranks(self) -> frozenset[int]:
         """Ranks that took no part."""

@@ -20,12 +20,12 @@ def ledger(num_samples, world_size, *, batch_size=2, max_repeats=3, shuffle=Fals
 
 
 def of_step(own, world_size):
-    return [own.deal.of(own.done, rank).tolist() for rank in range(world_size)]
+    return [own.of(rank).tolist() for rank in range(world_size)]
 
 
-def parts(world_size, *, absent=(), stood_in=(), idle=()):
-    brought = tuple(rank not in {*absent, *stood_in, *idle} for rank in range(world_size))
-    return Parts(brought, absent=frozenset(absent), stood_in=frozenset(stood_in))
+def parts(world_size, *, absent=(), stood_in=(), idle=(), missed=()):
+    brought = tuple(rank not in {*absent, *stood_in, *idle, *missed} for rank in range(world_size))
+    return Parts(brought, frozenset(absent), frozenset([*stood_in, *missed]), missed=frozenset(missed))
 
 
 def epoch(own, world_size, parts_of):
@@ -91,6 +91,40 @@ def test_rank_that_is_only_stuck_keeps_its_share_and_its_samples_come_again_at_t
     assert steps == 6 + 1
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_rank_that_misses_steps_has_the_same_samples_until_it_is_in_time(world_size):
+    own, late = ledger(world_size * 2 * 6, world_size), world_size - 1
+    first = [own.deal.of(step, late).tolist() for step in range(6)]
+    missed = {1, 2, 4}
+    seen, had = Counter(), []
+    for step in range(6):
+        had.append(own.of(late).tolist())
+        now = parts(world_size, missed=[late] if step in missed else [])
+        for samples, brought in zip(of_step(own, world_size), now.brought, strict=True):
+            seen.update(samples if brought else [])
+        own.merged(now)
+    assert had == [first[place] for place in (0, 1, 1, 1, 2, 2)]
+    assert sorted(own.deal.samples.tolist()) == sorted(sum(first[3:], []))  # what it has not come to, for all ranks
+    rest, steps = epoch(own, world_size, lambda _: parts(world_size))
+    assert seen + rest == dict.fromkeys(range(world_size * 2 * 6), 1)
+    assert steps == -(-6 // (2 * world_size))
+    assert own.num_lost == 0
+
+
+def test_rank_that_leaves_has_its_samples_dealt_to_the_others_from_the_first_step_that_it_missed():
+    own = ledger(64, 2)
+    seen, _ = epoch(own, 2, lambda step: parts(2, missed=[1] if step == 2 else [], absent=[1] if step > 3 else []))
+    assert seen == dict.fromkeys(range(64), 1)
+    assert own.num_lost == 0
+
+
+def test_epoch_ends_although_a_rank_misses_all_of_its_steps():
+    own = ledger(24, 2, max_repeats=2)
+    seen, _ = epoch(own, 2, lambda _: parts(2, missed=[1]))
+    assert set(seen.values()) == {1}
+    assert own.num_lost == 24 - len(seen) > 0
+
+
 def test_samples_that_a_present_rank_never_brings_are_given_up():
     own = ledger(8, 2, max_repeats=2)
     seen, _ = epoch(own, 2, lambda _: parts(2, idle=[1]))
@@ -116,7 +150,8 @@ def test_epochs_have_orders_of_their_own():
 @pytest.mark.parametrize("after", range(14))
 def test_saved_ledger_goes_on_alike(after):
     def of(step):
-        return parts(3, absent=[2] if 2 <= step < 5 else [], stood_in=[1] if step in (6, 8) else [])
+        missed = [1] if step in (1, 8, 9) else []
+        return parts(3, absent=[2] if 2 <= step < 5 else [], stood_in=[1] if step == 6 else [], missed=missed)
 
     own, loaded = ledger(50, 3, shuffle=True), ledger(50, 3, shuffle=True)
     for step in range(after):
@@ -132,7 +167,7 @@ def test_saved_ledger_is_dealt_anew_to_another_number_of_ranks():
     own, loaded = ledger(60, 4), ledger(60, 2)
     seen = Counter()
     for step in range(3):
-        now = parts(4, stood_in=[3] if step == 1 else [])
+        now = parts(4, stood_in=[3] if step == 1 else [], missed=[2] if step == 2 else [])
         for samples, brought in zip(of_step(own, 4), now.brought, strict=True):
             seen.update(samples if brought else [])
         own.merged(now)
