@@ -16,6 +16,7 @@ from straggle.backward.staged import BackwardStep, FinishedStage, StagedBackward
 from straggle.backward.stages import BalancedByTime
 from straggle.data.dealt_loader import DealtLoader
 from straggle.data.epochs import Epochs
+from straggle.data.late_loader import LateLoader
 from straggle.data.micro_batches import MicroBatches
 from straggle.data.rebalance import Rebalance
 from straggle.garbage import CollectGarbage
@@ -74,6 +75,7 @@ __all__ = [
     "LastMerged",
     "LastOwn",
     "LateHandling",
+    "LateLoader",
     "MembersReport",
     "Merge",
     "MicroBatches",

@@ -70,6 +70,10 @@ def dealt(loader):
     return loop(lambda model: straggle.DealtLoader(model, loader))
 
 
+def late(loader, **ways):
+    return loop(lambda model: straggle.LateLoader(model, loader, **ways))
+
+
 def joined(loader):
     return loop(lambda model: model.join(loader))
 
@@ -280,6 +284,11 @@ DATA = {
         "or it called sys.exit; use model.join(loader) for uneven data",
         ended_early,
         loop(lambda model: model.join(other_lengths(model.rank))),
+    ),
+    "no length": case(
+        "has no length, and a late rank must end with the others: give num_steps=",
+        late(DataLoader(Stream(), 4)),
+        late(DataLoader(Stream(), 4), num_steps=2),
     ),
     "empty": case(
         "give every rank at least one batch",
