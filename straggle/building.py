@@ -157,7 +157,8 @@ def _drop_log(module: nn.Module, rank: RankParts, options: Options, *, may_be_lo
     every_s, replica = options.merge.log_every_s, rank.replica
     if every_s == math.inf or not (replica.is_first and may_be_lowest):
         return None
-    return DropLog(Names.of(module, rank.channel, replica), replica.place, every_s)
+    names, max_lag = Names.of(module, rank.channel, replica), options.late_handling.max_lag
+    return DropLog(names, replica.place, every_s, max_lag=max_lag)
 
 
 def _with_the_loop(

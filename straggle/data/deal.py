@@ -193,7 +193,7 @@ class Ledger:
             self._deal(self._left(range(len(self._num_missed))), tuple(shares or self._shares()))
 
     def _left(self, absent: Collection[int]) -> Tensor:
-        """What is to be dealt again, as the deal ends; it counts as repeated if a rank that is not ``absent`` had it."""
+        """What is to be dealt again, as the deal ends; what a rank had that is not ``absent`` counts as repeated."""
         for rank, missed in enumerate(self._num_missed):
             for step in range(self.done - missed, self.done):
                 self._not_brought(self.deal.of(step, rank), counts=rank not in absent)

@@ -25,6 +25,7 @@ _ONE_IN = 8  # steps in which a rank left its pass is one predicted, from the fi
 _LENGTH = 120  # of a line
 _NAMED = 3  # ranks in a list
 _HALF = 0.5  # a rank that gives less of what it could is named with what to do about it
+_DATA = CAUSES.index("data")
 
 _log = logging.getLogger("straggle")
 
@@ -34,6 +35,7 @@ class RankDrops:
     """One rank: ``missing`` counts steps, 0.5 for one in which it gave half; ``causes`` those with something missing.
 
     ``slowest``: if it is a replica of several ranks, which of them its others waited for when it was late.
+    ``missed``: most steps in a row that were over before it had loaded its data, and entered them.
     """
 
     late: int = 0
@@ -42,6 +44,16 @@ class RankDrops:
     without_data: int = 0  # steps
     causes: Counter[Cause] = field(default_factory=Counter)
     slowest: Counter[int] = field(default_factory=Counter)
+    missed: int = 0
+    _missed_since: int = 0  # the first of the last ones in a row
+    _missed_last: int = -2
+
+    def miss(self, step: int) -> None:
+        """It missed this step as it loaded data."""
+        if step > self._missed_last + 1:
+            self._missed_since = step
+        self._missed_last = step
+        self.missed = max(self.missed, step + 1 - self._missed_since)
 
     def add(self, cause: Cause | None, reach: float, *, late: bool, nonfinite: bool, slowest: int) -> bool:
         """One more step for which this rank had data; true if something is missing that its loop did not leave out."""
@@ -73,10 +85,11 @@ class Saved:
 class Drops:
     """What was dropped since the model was wrapped, and how long its steps took; the first of them is in no time.
 
-    ``is_dealt``: each rank gets as much work as it has time for.
+    ``is_dealt``: each rank gets as much work as it has time for. ``max_lag``: of `LateHandling`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_lag: int = 8) -> None:
+        self._max_lag = max_lag
         self.num_steps = 0
         self.is_dealt = False
         self._ranks: dict[int, RankDrops] = {}
@@ -105,6 +118,13 @@ class Drops:
     def ranks(self) -> dict[int, RankDrops]:
         """All that is known of some ranks; those that dropped most come first."""
         return {rank: self._ranks[rank] for rank in sorted(self._ranks, key=lambda rank: (-self.share(rank), rank))}
+
+    def loads_in_vain(self, rank: int) -> bool:
+        """Whether this rank loads data for each step that it has missed, so that it comes too late for the next one.
+
+        One that does not takes part again after at most ``max_lag`` steps and those that it missed meanwhile.
+        """
+        return self._ranks[rank].missed > 2 * self._max_lag > 0
 
     @property
     def mean_s(self) -> float:
@@ -151,6 +171,9 @@ class Drops:
                 nonfinite=nonfinite > 0,
                 slowest=record.slowest_ranks[rank] if record.slowest_ranks else -1,
             )
+        for rank in table.missed_ranks():
+            if table.column("cause")[rank] == _DATA:
+                self._of(rank).miss(record.step)
         self.is_dealt = record.dealt
         if not dropped:
             self._whole.append(record)
@@ -200,8 +223,11 @@ def words_of(drops: Drops, names: Names) -> tuple[str, bool]:
     end = _not_finite(ranks, names)
     dropped = [rank for rank, own in ranks.items() if own.missing]
     line += ", ".join(_that_fit([_dropped(drops, names, rank) for rank in dropped], len(line + end), row)) + end
-    little = [str(names.ranks[rank]) for rank in dropped if drops.share(rank) > _HALF]
-    return (f"{line}\n{_remedy(little, names, drops)}", True) if little else (line, False)
+    little = [rank for rank in dropped if drops.share(rank) > _HALF]
+    loading = [str(names.ranks[rank]) for rank in little if drops.loads_in_vain(rank)]
+    others = [str(names.ranks[rank]) for rank in little if not drops.loads_in_vain(rank)]
+    remedies = [_load_less(loading, names)] * bool(loading) + [_remedy(others, names, drops)] * bool(others)
+    return "\n".join([line, *remedies]), bool(little)
 
 
 def _not_finite(ranks: Mapping[int, RankDrops], names: Names) -> str:
@@ -219,6 +245,14 @@ def _remedy(little: Sequence[str], names: Names, drops: Drops) -> str:
     who, it = (f"{row} {_list(little)} gives", "it") if one else (f"{row}s {_list(little)} give", "them")
     less = "" if drops.is_dealt or row == "replica" else f"deal {it} less (straggle.Rebalance), "
     return f"{who} less than half: {less}wait longer (deadline=), leave {it} out, or see straggle watch"
+
+
+def _load_less(loading: Sequence[str], names: Names) -> str:
+    plural, it = ("", "it") if len(loading) == 1 else ("s", "they")
+    return (
+        f"{names.row}{plural} {_list(loading)} missed step after step, because {it} loaded data for each: write "
+        "for batch in straggle.LateLoader(model, loader)"
+    )
 
 
 def _that_fit(clauses: Sequence[str], length: int, row: str) -> Iterator[str]:
@@ -252,9 +286,15 @@ class DropLog:
     """
 
     def __init__(
-        self, names: Names, place: int, every_s: float, *, clock: Callable[[], float] = time.monotonic
+        self,
+        names: Names,
+        place: int,
+        every_s: float,
+        *,
+        max_lag: int = 8,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.drops = Drops()
+        self.drops = Drops(max_lag)
         self._names, self._place, self._every_s, self._clock = names, place, every_s, clock
         self._speaks = place == 0
         self._due_at, self._due_step = math.inf, 0  # of the next line

@@ -64,6 +64,9 @@ ELSEWHERE = {
     "wait longer (deadline=), leave {} out, or see straggle watch": (
         "tests/ranks/test_drops.py::test_what_the_line_says_to_do_helps"
     ),
+    "loaded data for each: write for batch in straggle.LateLoader(model, loader)": (
+        "tests/ranks/test_drops.py::test_what_the_line_says_to_write_for_a_rank_that_loads_slowly_helps"
+    ),
     "so --nproc-per-node must be a multiple of it": (
         "tests/unit/commands/test_launch_options.py::test_replica_that_would_be_on_two_nodes_is_refused"
     ),

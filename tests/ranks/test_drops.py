@@ -11,9 +11,10 @@ from ranks import die, run_ranks, staged
 from sharding import Blocks, batch, shard
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader, Dataset
 from training import Signals, mlp
 
-from straggle import Elastic, LateHandling, Merge, StagedDataParallel
+from straggle import Elastic, LateHandling, LateLoader, Merge, StagedDataParallel
 from straggle.loop.drops import FIRST
 
 pytestmark = pytest.mark.light
@@ -224,6 +225,48 @@ def test_what_the_line_says_to_do_helps():
     assert run_ranks(slow, 3, 0.01, False) == [["WARNING"], [], []]
     assert run_ranks(slow, 3, 60.0, False) == [[], [], []]
     assert run_ranks(slow, 3, 60.0, True) == [[], [], []]
+
+
+class SlowData(Dataset):
+    """Rank 1 has a batch only after the step that is its next one is over for rank 0."""
+
+    def __init__(self, rank, signals):
+        self.step, self._slow, self._signals = 0, rank == 1, signals
+
+    def __len__(self):
+        return 14
+
+    def __getitem__(self, number):
+        if self._slow and self.step > 1:
+            self._signals.wait(f"merged {self.step}")
+        return torch.full((4,), float(number))
+
+
+def loads_slowly(rank, load):
+    heard, signals = Heard(), Signals()
+    data = SlowData(rank, signals)
+    handling = LateHandling(grace_s=0.0, max_lag=2)
+    with staged(mlp(), deadline=0.2, late_handling=handling) as model:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for number, x in enumerate(load(model, DataLoader(data))):
+            with model.step():
+                model(x).square().mean().backward()
+            if rank == 0:
+                signals.send(f"merged {number}")
+            optimizer.step()
+            optimizer.zero_grad()
+            data.step = number + 1
+        given = model.last_report.step + 1
+    return given, "LateLoader" in "".join(line for _, line in heard.lines)
+
+
+def plain_loader(_model, loader):
+    return loader
+
+
+def test_what_the_line_says_to_write_for_a_rank_that_loads_slowly_helps():
+    assert run_ranks(loads_slowly, 2, plain_loader) == [(14, True), (14, False)]
+    assert run_ranks(loads_slowly, 2, LateLoader) == [(14, False), (14, False)]
 
 
 def sharded(rank):

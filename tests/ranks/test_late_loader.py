@@ -6,7 +6,7 @@ from itertools import islice
 import pytest
 import torch
 from ranks import digest, run_ranks, staged
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
 from training import Signals, features, mlp
 
 from straggle import DealtLoader, Epochs, FixedDeadline, LateHandling, LateLoader

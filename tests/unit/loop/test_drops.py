@@ -258,3 +258,49 @@ def test_seconds_between_lines_are_positive(every_s):
         Merge(log_every_s=every_s)
     assert Merge(log_every_s=60).log_every_s == 60
     assert Merge(log_every_s=math.inf).log_every_s == math.inf
+
+
+def away(cause="data", **fields):
+    """A rank that was stood in for before it had entered the step."""
+    nothing = {"compute_s": math.nan, "computed": (0.0, 0.0), "stage_s": (math.nan, math.nan)}
+    return late(cause, stood_in=True, **{**nothing, **fields})
+
+
+LOADS = "rank 3 missed step after step, because it loaded data for each: write for batch in straggle.LateLoader("
+
+
+def of_steps(own, max_lag=2):
+    """What is said after these rows of rank 3."""
+    drops = Drops(max_lag)
+    for number, row in enumerate(own):
+        drops.add(merged(number, whole(), whole(), whole(), row))
+    return words_of(drops, NAMES)[0]
+
+
+def test_rank_that_loads_data_for_each_step_that_it_missed_is_told_what_to_write():
+    assert f"\n{LOADS}model, loader)" in of_steps([whole(), *[away()] * 5])
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        [*[away()] * 4, whole()] * 3,  # it takes part again after twice `max_lag` steps
+        [away("forward")] * 12,  # it is stuck in a step
+        [late("data")] * 12,  # it has entered them
+    ],
+    ids=["takes part", "forward", "entered"],
+)
+def test_rank_that_takes_part_now_and_then_or_is_slow_elsewhere_is_not(own):
+    said = of_steps(own)
+    assert "LateLoader" not in said
+    assert "\nrank 3 gives less than half: deal it less" in said
+
+
+def test_two_ranks_with_different_remedies_have_a_line_each():
+    drops = Drops(2)
+    for number in range(6):
+        drops.add(merged(number, whole(), whole(), late(computed=(0.0, 0.0)), away()))
+    first, second, third = words_of(drops, NAMES)[0].splitlines()
+    assert "rank 2's" in first
+    assert second.startswith(LOADS)
+    assert third.startswith("rank 2 gives less than half: ")
