@@ -44,6 +44,13 @@ class PassObserver(Protocol):
         """Between two stages: raise `DeadlineReached` to stop here. ``at``: a number for this place in the model."""
 
 
+class UnitObserver(PassObserver, Protocol):
+    """One that is also told when a backward pass has come to the model, by the first of its units."""
+
+    def backward_begins(self) -> None:
+        """It has not come to a gradient so far."""
+
+
 class ModuleHook:
     """A hook on a module that is not copied with the module.
 

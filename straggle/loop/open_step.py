@@ -227,9 +227,9 @@ class OpenStep(PassWatcher):
             truncated = self._num_taken < self._left  # the other model's pass had given this one all
             self.stopwatch.enter(self._cut_in)
         self.settle()
-        self._source.pass_left()
         try:
             if error is not None and not only_late:
+                self._source.step_over(left=True)
                 self._coordinator.fail(error)
                 return None
             self._take_by_hand(truncated=truncated)
@@ -332,6 +332,12 @@ class OpenStep(PassWatcher):
             self._outputs.append(output)
 
     @not_compiled
+    def backward_begins(self) -> None:
+        """A backward pass has come to the model: by a method or a part of it, it does not come to its output."""
+        if self.step is not None:
+            self._joins_if_new()
+
+    @not_compiled
     def gradient_ready(self, index: int, parameter: HasGradient) -> None:
         """A parameter has its gradient: take it, and stop if this rank is late; the merge waits for the group.
 
@@ -403,7 +409,7 @@ class OpenStep(PassWatcher):
             return
         stops = self.rule.stops(self._num_checks) and (self._idle or self.may_stop)
         if self._vote is not None:
-            stops = self._vote(stops, at)
+            stops = self.stopped or self._vote(stops, at)  # in an earlier micro-batch, with all of its replica
         if not stops:
             self._num_checks += 1
             return
@@ -521,6 +527,7 @@ class OpenStep(PassWatcher):
     def _take_by_hand(self, *, truncated: bool) -> None:
         """Take gradients that the loop has put in place; peers learn of what is refused."""
         try:
+            self._source.step_over(left=truncated or self.stopped or self.failed)
             self._by_hand.check_parameters()
             self._place(truncated=truncated)
         except (RuntimeError, ValueError) as error:

@@ -90,9 +90,11 @@ class _Watched:
 
     def __init__(self, model: nn.Module, job: Job, file: WatchFile, clock: Callable[[], float]) -> None:
         if units := units_of(job.module):
-            from straggle.source.fsdp2 import reshard
+            from straggle.source.fsdp2 import UnitStates
 
-            reshard(units)  # after an evaluation, other objects than the optimizer's are the model's parameters
+            UnitStates(
+                units
+            ).reshard()  # after an evaluation, other objects than the optimizer's are the model's parameters
         self._named = trainable(job.module)  # until there is a plan of them: some may be frozen by then
         parameters = [parameter for _, parameter in self._named]
         self._numel = sum(own.numel() for own in parameters)

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
 _NEEDED = ("reset_iter_state", "set_force_sum_reduction_for_comms", "reshard", "_get_fsdp_state")
@@ -42,30 +44,137 @@ def places_of(module: nn.Module) -> list[nn.Module]:
     return [child for child, parameters in own if any(isinstance(one, DTensor) for one in parameters)]
 
 
-def roots_of(module: nn.Module) -> list[nn.Module]:
-    """Those of them that are in no other one."""
-    if isinstance(module, FSDPModule):
-        return [module]
-    return [root for child in module.children() for root in roots_of(child)]
+class UnitStates:
+    """What FSDP knows of these units: whether it is in the middle of a pass, and what it keeps from one to the next."""
+
+    def __init__(self, units: Sequence[Any]) -> None:
+        self._states = dict.fromkeys(unit._get_fsdp_state() for unit in units)
+        self._groups = [group for state in self._states for group in state._fsdp_param_groups]
+
+    def reshard(self) -> None:
+        """Register the sharded parameters, as before a pass: a root keeps the whole ones after a forward pass."""
+        for group in self._groups:
+            if not group.is_sharded:
+                group.reshard()
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether a forward or a backward pass has begun and has not come to its end."""
+        return any(_is_in_pass(state._state_ctx) for state in self._states)
+
+    @property
+    def has_prefetched(self) -> bool:
+        """Whether parameters were fetched that no unit has used: they are those of before the optimizer's step."""
+        return any(group._all_gather_result is not None for group in self._groups)
+
+    def begins_again(self, unit: Any) -> bool:
+        """Whether a forward pass began at this unit before, and has not come to its end."""
+        state = unit._get_fsdp_state()
+        return state._state_ctx.iter_forward_root is state
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward pass began at one of the units, and not at a module around them, and has not ended."""
+        return any(state._state_ctx.iter_forward_root in self._states for state in self._states)
+
+    @property
+    def accumulate(self) -> bool:
+        """Whether the loop lets a unit keep its gradients for a later pass (`set_requires_gradient_sync`)."""
+        return any(not group.reduce_grads for group in self._groups)
+
+    def keeping(self) -> list[str]:
+        """The names of parameters of which a unit keeps gradients."""
+        return [own._param_fqn or "" for own in _params_of(self._groups) if _keeps_gradient(own)]
+
+    def settings(self) -> list[Any]:
+        """What a loop may set for the passes of a step, in which order it will."""
+        last = [state._state_ctx.is_last_backward for state in self._states]
+        return [last, *((group.reduce_grads, group.reshard_after_backward) for group in self._groups)]
+
+    def set_again(self, settings: Sequence[Any]) -> None:
+        """Set it as it was."""
+        for state, last in zip(self._states, settings[0], strict=True):
+            state._state_ctx.is_last_backward = last
+        for group, own in zip(self._groups, settings[1:], strict=True):
+            group.reduce_grads, group.reshard_after_backward = own
+
+    def reset(self) -> None:
+        """A forward pass was left in the middle, and the next one begins as if it had not been."""
+        for context in self._contexts():
+            _reset(context)
+
+    def forget(self) -> None:
+        """Forget all passes so far, with all that ranks of the replica have of their gradients.
+
+        FSDP's own reset keeps gradients of whole parameters, which the next pass would add to its own. A model that is
+        none of ours, but whose pass was left with ours, is as before it, too.
+        """
+        for context in {*self._contexts(), *filter(_is_in_pass, _contexts_of_all())}:
+            for own in _params_of(group for state in context.all_states for group in state._fsdp_param_groups):
+                _drop_gradient(own)
+            _reset(context)
+        self.reshard()
+
+    def _contexts(self) -> set[Any]:
+        return {state._state_ctx for state in self._states}
 
 
-def reshard(units: Iterable[Any]) -> None:
-    """Register the sharded parameters again, as after an evaluation: the root keeps the whole ones after a forward."""
-    for unit in units:
-        unit.reshard()
+def _is_in_pass(context: Any) -> bool:
+    return context.iter_forward_root is not None or context.post_backward_final_callback_queued
 
 
-def discard_pass(units: Iterable[nn.Module], roots: Iterable[Any]) -> None:
-    """Forget a pass that was left in the middle, with all that ranks of the replica have of its gradients.
+def _contexts_of_all() -> set[Any]:
+    """What each root of FSDP in this process shares with its units."""
+    states = [found() for found in [*_module_state_mapping.values()]]
+    return {state._state_ctx for state in states if isinstance(state, FSDPState)}
 
-    FSDP's own reset keeps gradients of whole parameters, which the next pass would add to its own.
+
+def _reset(context: Any) -> None:
+    """By its root, the first of its states; before the first forward pass it is not known which one that is."""
+    if context.all_states:
+        context.all_states[0]._modules[0].reset_iter_state()
+
+
+def _keeps_gradient(own: Any) -> bool:
+    whole = getattr(own, "_unsharded_param", None)
+    return own.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
+
+
+def _drop_gradient(own: Any) -> None:
+    if (whole := getattr(own, "_unsharded_param", None)) is not None:
+        whole.grad = None
+    own.unsharded_accumulated_grad = None
+
+
+class MethodHooks:
+    """Hooks on methods of units that are called in place of ``forward`` (`register_fsdp_forward_method`).
+
+    No hook of the module sees these calls. ``before`` is called with the number of the unit, the module and its
+    arguments before FSDP begins it, ``after`` with the output as well before FSDP ends it.
     """
-    for own in _params_of(units):
-        if (whole := getattr(own, "_unsharded_param", None)) is not None:
-            whole.grad = None
-        own.unsharded_accumulated_grad = None
-    for root in roots:
-        root.reset_iter_state()
+
+    def __init__(self, units: Iterable[Any], before: Callable[..., object], after: Callable[..., object]) -> None:
+        self._before, self._after = before, after
+        self._states = list[Any]()
+        for number, unit in enumerate(units):
+            self._states.append(state := unit._get_fsdp_state())
+            state._pre_forward = partial(self._pre_forward, number, state)  # in place of its class's
+            state._post_forward = partial(self._post_forward, number, state)
+
+    def _pre_forward(self, number: int, state: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._before(number, module, args)
+        return type(state)._pre_forward(state, module, args, kwargs)
+
+    def _post_forward(self, number: int, state: Any, module: nn.Module, args: Any, output: Any) -> Any:
+        self._after(number, module, args, output)
+        return type(state)._post_forward(state, module, args, output)
+
+    def remove(self) -> None:
+        """Let the units have their own again."""
+        for state in self._states:
+            for name in ("_pre_forward", "_post_forward"):
+                if (own := vars(state).get(name)) is not None and own.func.__self__ is self:
+                    delattr(state, name)
 
 
 def sum_only(units: Iterable[Any]) -> None:
@@ -221,8 +330,8 @@ def is_copied(parameter: Tensor, num_ranks: int) -> bool:
     return math.prod(shards) < num_ranks
 
 
-def _params_of(units: Iterable[nn.Module]) -> Iterator[Any]:
-    return (own for unit in units for group in _groups_of(unit) for own in group.fsdp_params)
+def _params_of(groups: Iterable[Any]) -> Iterator[Any]:
+    return (own for group in groups for own in group.fsdp_params)
 
 
 def _groups_of(unit: Any) -> list[Any]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from straggle.backward.device import device_of
-from straggle.backward.hooks import ParameterHooks, PassObserver
+from straggle.backward.hooks import ParameterHooks, UnitObserver
 from straggle.backward.stages import Registered, trainable
 from straggle.source.kept import KeptGradients, mark_of
 from straggle.source.source import Slot
@@ -77,15 +77,15 @@ class ReplicatedSource:
         own = {parameter for parameter in self._others if parameter.grad is not None} - self._stale
         return [name for name, parameter in self._module.named_parameters() if parameter in own]
 
-    def attach(self, observer: PassObserver) -> ParameterHooks:
+    def attach(self, observer: UnitObserver) -> ParameterHooks:
         """Report each gradient of a backward pass to ``observer``, by hooks on the parameters."""
         return ParameterHooks(self._module, self.all, observer)
 
     def pass_over(self) -> None:
         """None is held back."""
 
-    def pass_left(self) -> None:
-        """Nothing is left of it but its graph."""
+    def step_over(self, *, left: bool) -> None:
+        """Nothing is left of its passes but their graphs."""
 
     def keep(self, merged: Sequence[Tensor]) -> KeptGradients:
         """A step is entered: what is in ``p.grad``."""

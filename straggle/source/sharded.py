@@ -15,18 +15,17 @@ from torch import Tensor, nn
 
 from straggle.backward.compiled import not_compiled
 from straggle.backward.device import device_of
-from straggle.backward.hooks import ModuleHook, ParameterHooks, PassObserver, tensors_in
+from straggle.backward.hooks import ModuleHook, ParameterHooks, UnitObserver, tensors_in
 from straggle.backward.passes import after_callbacks, current_run, in_backward
 from straggle.source.fsdp2 import (
     Inside,
+    MethodHooks,
+    UnitStates,
     around,
     check_reduction,
-    discard_pass,
     is_copied,
     lay_out,
     places_of,
-    reshard,
-    roots_of,
     shard_of,
     sum_only,
     units_of,
@@ -38,6 +37,16 @@ from straggle.source.replicated import ReplicatedSource
 from straggle.source.source import Slot
 
 _NO_RUN = -2  # is no number of a run, nor that of being outside of all
+_LOST_PASSES = (
+    "an error was caught in a backward pass inside of `with model.step()` while FSDP keeps the gradients of earlier "
+    "passes (set_requires_gradient_sync(False)), which are lost with it: let the error leave the block, or write "
+    "model.step(num_microbatches=...) and let each pass reduce its gradients"
+)
+_NOT_REDUCED = (
+    "FSDP keeps the gradient of parameter {} for a later pass (set_requires_gradient_sync(False)), and the step ends: "
+    "it can be merged only if the last backward pass of the block reduces it. Call set_requires_gradient_sync(True) "
+    "before that pass, have all passes that FSDP accumulates in one block, and let an error of one of them leave it"
+)
 
 
 class Shard:
@@ -65,7 +74,9 @@ class ShardedSource(ReplicatedSource):
     def __init__(self, module: nn.Module, num_ranks: int, num_replicas: int) -> None:
         """``num_ranks``: of a replica."""
         self._num_ranks = num_ranks
-        self._units, self._roots = units_of(module), roots_of(module)
+        self._units = units_of(module)
+        self._states = UnitStates(self._units)
+        self._settings = self._states.settings()
         self._shards: list[Shard] = []
         self._hooks: UnitHooks | None = None
         super().__init__(module)
@@ -75,7 +86,7 @@ class ShardedSource(ReplicatedSource):
         self.follow_reduction()
 
     def renew(self) -> list[nn.Parameter]:
-        reshard(self._units)
+        self._states.reshard()
         new = super().renew()
         self._shards[:] = map(Shard, self.all)
         self._take_shards()
@@ -83,7 +94,9 @@ class ShardedSource(ReplicatedSource):
         return new
 
     def check(self) -> str:
-        reshard(self._units)
+        if self._states.in_pass:  # the loop caught an error of a pass between two steps
+            self._states.forget()
+        self._states.reshard()
         if any(slot.tensor.data_ptr() != shard_of(slot.parameter).data_ptr() for slot in self.slots):
             self._take_shards()  # FSDP has other memory for them since a state was loaded
         return super().check()
@@ -91,12 +104,13 @@ class ShardedSource(ReplicatedSource):
     def _take_shards(self) -> None:
         self.slots[:] = [Slot(name, shard_of(own).detach(), own) for name, own in self.named]
 
-    def attach(self, observer: PassObserver) -> UnitHooks:
+    def attach(self, observer: UnitObserver) -> UnitHooks:
         """Report each gradient when FSDP has reduced it, and check where a unit begins."""
-        self._hooks = UnitHooks(self._module, self.all, observer, self._shards, self)
+        self._hooks = UnitHooks(self._module, self.all, observer, self._shards, self._states, self.follow_reduction)
         return self._hooks
 
     def keep(self, merged: Sequence[Tensor]) -> KeptGradients:
+        self._settings = self._states.settings()
         return KeptGradients(self._shards, merged, is_queued=device_of(self.slots[0].device).is_queued)
 
     def place(self, gradients: Sequence[Tensor | None]) -> None:
@@ -107,14 +121,14 @@ class ShardedSource(ReplicatedSource):
         """This rank's shards of it, as plain tensors."""
         from straggle.source.given_state import given
 
-        reshard(self._units)
+        self._states.reshard()
         return given(state, self._module.parameters())
 
     def taken(self, state: Any) -> Any:
         """The same shards, as this rank's."""
         from straggle.source.given_state import taken
 
-        reshard(self._units)  # a pass that was left may have kept whole parameters
+        self._states.reshard()  # a pass that was left may have kept whole parameters
         return taken(state, [*self._module.parameters()])
 
     def of_parameters(self, gradients: Mapping[int, Tensor]) -> Sequence[tuple[nn.Parameter, Tensor]]:
@@ -124,18 +138,22 @@ class ShardedSource(ReplicatedSource):
         if self._hooks is not None:
             self._hooks.pass_over()
 
-    def pass_left(self) -> None:
-        if self._hooks is not None:
-            self._hooks.recover()
-
     def follow_reduction(self) -> None:
         """FSDP reduces the gradients of the next backward pass as the loop has set it by now."""
         check_reduction(self._units, self._num_ranks)
         watch(self._units, self.inside)
 
-    def forget_pass(self) -> None:
-        """A pass was left in the middle of FSDP's work: the next one begins as if it had not been."""
-        discard_pass(self._units, self._roots)
+    def step_over(self, *, left: bool) -> None:
+        accumulated = self._hooks is not None and self._hooks.step_over()
+        if left or self._states.in_pass:
+            self._states.set_again(self._settings)
+            self._states.forget()
+        elif accumulated and (names := self._states.keeping()):
+            self._states.forget()
+            raise RuntimeError(_NOT_REDUCED.format(names[0]))
+        elif self._states.has_prefetched:
+            self._states.reset()
+        self._states.reshard()  # all replicas alike, whatever ran last
 
 
 class _Call:
@@ -151,18 +169,22 @@ class UnitHooks(ParameterHooks):
     A unit that is called more than once gives its gradients with the last of its backward passes, or at the end.
     """
 
+    _observer: UnitObserver
+
     def __init__(
         self,
         module: nn.Module,
         parameters: Sequence[nn.Parameter],
-        observer: PassObserver,
+        observer: UnitObserver,
         shards: Sequence[Shard],
-        source: ShardedSource,
+        states: UnitStates,
+        follow_reduction: Callable[[], None],
     ) -> None:
-        self._shards, self._source = shards, source
+        self._shards, self._states, self._follow_reduction = shards, states, follow_reduction
         self._units, self._fsdp = places_of(module), units_of(module)
-        self._in_forward = False  # the model's forward pass began, and has not come to its end
         self._run: int | None = None  # the backward pass that began, and has not come to its end
+        self._accumulated = False  # FSDP had kept gradients when a backward pass of the step was over
+        self._held: dict[int, Tensor | None] = {}  # gradients that are held back, as they are in ``p.grad``
         self._to_come = [0] * len(self._units)  # backward passes of each unit: for each forward pass one
         self._unit_of = self._owners(parameters)
         super().__init__(module, parameters, observer)
@@ -185,8 +207,7 @@ class UnitHooks(ParameterHooks):
                 )
             handles.append(unit.register_forward_hook(ModuleHook(partial(self._after_unit, number)), prepend=True))
         handles.append(model.register_forward_pre_hook(ModuleHook(self._before_model), prepend=True))
-        handles.append(model.register_forward_hook(ModuleHook(self._after_model)))
-        return handles
+        return [*handles, MethodHooks(self._fsdp, self._before_unit, self._after_unit)]
 
     def check_at(self, modules: Sequence[str]) -> None:
         """It is checked between units, whatever the stages are."""
@@ -210,7 +231,10 @@ class UnitHooks(ParameterHooks):
         """FSDP has reduced a gradient, and goes on with the next of the unit: nothing may leave the pass here."""
         if parameter.grad is not None:
             parameter.grad = lay_out(parameter.grad, parameter)
-        if not self._is_held_back(index):
+        if self._is_held_back(index):
+            self._held[index] = parameter.grad
+        else:
+            self._held.pop(index, None)
             self._observer.gradient_ready(index, self._shards[index])
 
     def _is_held_back(self, index: int) -> bool:
@@ -218,34 +242,48 @@ class UnitHooks(ParameterHooks):
 
     def pass_over(self) -> None:
         """The pass has come to its end: report what was held back."""
-        for index, shard in enumerate(self._shards):
-            if self._is_held_back(index) and shard.grad is not None:
+        held, self._held = self._held, {}
+        for index in sorted(held):
+            if (shard := self._shards[index]).grad is not None:
                 self._observer.gradient_ready(index, shard)
         self._to_come = [0] * len(self._units)
+
+    def step_over(self) -> bool:
+        """Forget what was held back of a pass that was left. Whether FSDP had kept gradients of a pass of the step."""
+        for index, gradient in self._held.items():
+            if (shard := self._shards[index]).parameter.grad is gradient:  # and not one that was kept from before
+                shard.grad = None
+        accumulated, self._accumulated = self._accumulated, False
+        self._forget_pass()
+        return accumulated
+
+    def _forget_pass(self) -> None:
+        self._run, self._held, self._to_come = None, {}, [0] * len(self._units)
 
     # -- where units begin
 
     @not_compiled
     def _before_model(self, _module: nn.Module, _args: Any) -> None:
-        if not in_backward():  # not a checkpoint's
-            self.recover()
-            self._in_forward = True
+        if not in_backward() and (self._run is not None or self._states.in_forward):  # not a checkpoint's
+            self._recover()
 
-    @not_compiled
-    def _after_model(self, _module: nn.Module, _args: Any, _output: Any) -> None:
-        if not in_backward():
-            self._in_forward = False
-
-    def recover(self) -> None:
-        """If a pass was left in the middle, forget it."""
-        if self._in_forward or self._run is not None:
-            self._in_forward, self._run, self._to_come = False, None, [0] * len(self._units)
-            self._source.forget_pass()
+    def _recover(self) -> None:
+        """A pass was left in the middle by an error that the loop caught, and the step goes on with another one."""
+        if self._run is None:
+            self._states.reset()
+        else:
+            self._states.forget()
+            if self._accumulated:
+                raise RuntimeError(_LOST_PASSES)
+        self._forget_pass()
 
     @not_compiled
     def _before_unit(self, number: int, _module: nn.Module, _args: Any) -> None:
-        if not in_backward():
-            self._observer.check(2 * number + 1)
+        if in_backward():
+            return
+        if self._run is not None or (self._fsdp and self._states.begins_again(self._units[number])):
+            self._recover()
+        self._observer.check(2 * number + 1)
 
     @not_compiled
     def _after_unit(self, number: int, _module: nn.Module, _args: Any, output: Any) -> None:
@@ -265,11 +303,13 @@ class UnitHooks(ParameterHooks):
         call.run = run
         self._to_come[number] = max(0, self._to_come[number] - 1)
         if self._run is None:
-            self._source.follow_reduction()
+            self._follow_reduction()
             self._run = run
             after_callbacks(self._run_over)
+            self._observer.backward_begins()
         self._observer.check(2 * number + 2)
 
     @not_compiled
     def _run_over(self) -> None:
         self._run = None
+        self._accumulated = self._accumulated or self._states.accumulate

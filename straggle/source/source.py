@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from straggle.backward.hooks import PassObserver
+from straggle.backward.hooks import UnitObserver
 from straggle.source.kept import KeptGradients
 
 
@@ -101,14 +101,17 @@ class GradientSource(Protocol):
     def frozen_with_gradients(self) -> list[str]:
         """The names of parameters that are not merged and were given a gradient."""
 
-    def attach(self, observer: PassObserver) -> Attached:
+    def attach(self, observer: UnitObserver) -> Attached:
         """Report each gradient of a backward pass to ``observer``."""
 
     def pass_over(self) -> None:
         """A backward pass has come to its end: report the gradients that were held back until then."""
 
-    def pass_left(self) -> None:
-        """Between two steps, or two passes: forget one that has not come to its end, if there is one."""
+    def step_over(self, *, left: bool) -> None:
+        """A step ends, and is to be merged: forget all of its passes if it was ``left``, late or by an error.
+
+        Raises ``RuntimeError`` if gradients of the step are where they cannot be merged.
+        """
 
     def keep(self, merged: Sequence[Tensor]) -> KeptGradients:
         """A step is entered: the gradients that are there already; ``merged``: those of the step before."""
