@@ -28,7 +28,9 @@ def step_of(model, optimizer, rank):
 def evaluate_alone(rank, board, who, how, until, limit_s):
     """Rank ``who`` evaluates after step 10, until its peer has made ``until`` steps, or for ``limit_s``."""
     late = LateHandling(max_lag=6)
-    with staged(plain(), deadline=FixedDeadline(0.02), late_handling=late, members=FEW) as model:
+    with staged(
+        plain(), deadline=FixedDeadline(0.3 if how == "pause" else 0.02), late_handling=late, members=FEW
+    ) as model:
         optimizer = torch.optim.AdamW(model.parameters(), 0.01)
         step = model.register_state(optimizer=optimizer)
         while step < board.end:
@@ -59,16 +61,14 @@ def test_rank_that_works_alone_for_too_long_is_told_what_to_write_in_time_and_co
     told = f"rank {who} has been at work between two steps while 3 steps were merged without it"
     own, peers = log[f"log{who}.0"], log[f"log{1 - who}.0"]
     assert "in evaluate_alone (" in own
-    assert peers.count(f"rank {who} has been at work between two steps") == 1, (
-        peers
-    )  # itself may be slow elsewhere, too
+    assert peers.count(f"rank {who} has been at work between two steps") == 1, peers
     assert told in peers
     assert "write `with model.pause():`" in peers
-    assert own.index("write `with model.pause():`") < own.index("it takes the state of a peer"), own
+    assert own.index("write `with model.pause():`") < own.index("between two steps, before step"), own
 
 
 def test_rank_that_works_alone_in_a_pause_is_waited_for_and_told_nothing():
-    with run_job(2, evaluate_alone, 0, "pause", 1000, 1.0) as job:
+    with run_job(2, evaluate_alone, 0, "pause", 1000, 1.5) as job:
         job.walk(40)
         outcomes = job.finish()
         log = job.log()
