@@ -162,7 +162,7 @@ class Round:
         self.num_over = 0  # passes that are over
         self.max_over = sys.maxsize
         self._complete: set[int] = set()  # parameters of which all is in
-        self._beside: dict[int, Tensor] = {}  # what the loop has added to some parameters' gradients by itself
+        self.beside: dict[int, Tensor] = {}  # what the loop has added to some parameters' gradients by itself
         self._missing = [len(stage.parameters) for stage in layout.plan.stages]  # how many are not complete
         buffers.begin()
 
@@ -192,7 +192,7 @@ class Round:
             if not together:
                 buffers.accumulate(index, gradient, add=before > 0, weight=weight, complete=before + 1 == most)
             last_in[index], num_in[index] = number, before + 1
-            if before + 1 == most and index not in self._beside:
+            if before + 1 == most and index not in self.beside:
                 complete.append((index, at))
         self._num_in_pass += len(finished)
         return complete
@@ -203,16 +203,16 @@ class Round:
         They are merged at the end, when it is known which share of the passes is in: so much of them counts.
         """
         for index, gradient in gradients.items():
-            before = self._beside.get(index)
-            self._beside[index] = gradient if before is None else before + gradient
+            before = self.beside.get(index)
+            self.beside[index] = gradient if before is None else before + gradient
 
     def add_beside(self, own: Contribution) -> list[int]:
         """Take the share of these that ``own`` has of the parameters; those that are complete with that."""
-        for index, gradient in self._beside.items():
+        for index, gradient in self.beside.items():
             if share := own.computed[index]:
                 add, weight = self.num_in[index] > 0, self.passes.weight * share
                 self.buffers.accumulate(index, gradient, add=add, weight=weight)
-        return [index for index in self._beside if own.computed[index] == 1]
+        return [index for index in self.beside if own.computed[index] == 1]
 
     def given_by_hand(self, index: int) -> bool | None:
         """Whether no pass gives parameter ``index`` its gradient; ``None``: that is not known so far."""
@@ -273,7 +273,7 @@ class Round:
         """The rank's part is submitted, and no more passes come: parameters of which all is in after all."""
         self.passes = self.passes.as_submitted()
         most = self.passes.number
-        others = self._complete.union(self._beside)
+        others = self._complete.union(self.beside)
         return [index for index, count in enumerate(self.num_in) if count == most > 0 and index not in others]
 
     def finished_part(self, phase: Phase) -> Contribution:
@@ -333,7 +333,7 @@ class Round:
 
     def close(self, own: Contribution, weights: Sequence[float]) -> None:
         """Merge what is left, with these `weights`; the telemetry is in the buffers."""
-        weight, number, there = self.passes.weight, self.passes.number, self._beside.keys() | own.estimated.keys()
+        weight, number, there = self.passes.weight, self.passes.number, self.beside.keys() | own.estimated.keys()
         shares = {
             index: Share(weight * weights[index], self.num_in[index] > 0 or index in there)
             for index in range(len(weights))

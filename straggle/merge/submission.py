@@ -40,7 +40,8 @@ class Submission:
         if current.passes.may_end_early:
             self._complete(current, current.end_early())
         own = current.own_part(self._rank.stopwatch.phase, truncated=truncated, failed=failed)
-        self._complete(current, current.add_beside(own))
+        if current.beside:
+            self._complete(current, current.add_beside(own))
         if not truncated:
             training.microbatch_finished()
         if min(own.computed) < 1 and self._had_work(current):
@@ -68,7 +69,8 @@ class Submission:
         if current.passes.may_end_early:
             self._complete(current, current.end_early())
         own = current.finished_part(self._rank.stopwatch.phase)
-        self._complete(current, current.add_beside(own))
+        if current.beside:
+            self._complete(current, current.add_beside(own))
         now = self._submit(current, own, {}, NOTHING_GIVEN)
         self._rank.training.stop_up_to(current.step)
         return now
