@@ -22,22 +22,29 @@ from torch.optim import Optimizer
 
 from straggle.extras import needs_extra
 from straggle.integrations.options import Accumulation, LastLoss, take_options, wrapped
+from straggle.merge.step_record import StepRecord
+from straggle.merge.telemetry import MAX_SCALARS
 from straggle.observe.scalars import log_scalars
 from straggle.observe.watch import Watch, watch
 from straggle.parallel import StagedDataParallel
 from straggle.policies.auto_deadline import AutoDeadline
+from straggle.step import Step
 
 with needs_extra("lightning"):
     if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
         from pytorch_lightning import Callback  # the same code under another name, with classes of its own
         from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+        from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultMetric
         from pytorch_lightning.trainer.states import TrainerFn
     else:
         from lightning.pytorch import Callback
         from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+        from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
         from lightning.pytorch.trainer.states import TrainerFn
 
 Result = TypeVar("Result")
+_LOGGED = "sync_dist/"  # begins the names of scalars that ride along for `self.log`
+_LOGS = _ResultMetric.update.__code__
 
 
 class StagedStrategy(DDPStrategy):
@@ -52,6 +59,8 @@ class StagedStrategy(DDPStrategy):
     - Validation and checkpoints belong to no step: no rank is late in them, and all ranks wait for each other at their
       end. Checkpoints have the states of policies and estimators that are equal on all ranks.
     - The loggers get the numbers of `StepScalars` every ``log_every_n_steps`` optimizer steps.
+    - What ``self.log(..., sync_dist=True)`` logs of a training step waits for no rank: it is the mean over those that
+      came to it, and is there when the step is merged. Numbers beyond 8 in a step, and sums, are reduced as in DDP.
     - Ranks do not ask rank 0 in every batch whether it got a SIGTERM: they would wait for rank 0.
 
     With manual optimization ``self.trainer.model`` is the `StagedDataParallel`: write ``with
@@ -63,6 +72,7 @@ class StagedStrategy(DDPStrategy):
     def __init__(self, *positional: Any, **words: Any) -> None:
         self._staged_options = take_options(words)
         self._accumulation, self._in_fit, self._validating = Accumulation(), _InFit(self), contextlib.ExitStack()
+        self._logged = _Logged()
         self._last_loss = LastLoss()
         super().__init__(*positional, **words)
         if self._ddp_comm_hook is not None or self._ddp_comm_state is not None:
@@ -90,6 +100,7 @@ class StagedStrategy(DDPStrategy):
         if isinstance(self.model, StagedDataParallel):
             _check_optimizers(self.optimizers)
             self._in_fit.wrapped(trainer, self.model)
+            self.model.register_step_hook(self._logged.merged)
             if hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
                 trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing
 
@@ -112,6 +123,7 @@ class StagedStrategy(DDPStrategy):
     def training_step(self, *positional: Any, **words: Any) -> Any:
         """The module's training step as one micro-batch; the rank's last loss if it is late or has no data."""
         model = self._automatic()
+        self._logged.begin(is_last=not self.lightning_module.trainer.fit_loop._should_accumulate())
         if model is None:
             with self.precision_plugin.train_step_context():
                 return self.lightning_module.training_step(*positional, **words)
@@ -162,6 +174,15 @@ class StagedStrategy(DDPStrategy):
         result = closure()
         return super().optimizer_step(optimizer, lambda: result, model, **words)
 
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """As the base class; a mean that `self.log` asks for in an open step comes with the merge, into this tensor."""
+        model = self.model
+        step = model.open_step if isinstance(model, StagedDataParallel) else None
+        can_ride = group is None and reduce_op in ("mean", "avg")
+        if step is not None and can_ride and sys._getframe(1).f_code is _LOGS and self._logged.put_off(step, tensor):
+            return tensor
+        return super().reduce(tensor, group, reduce_op)
+
     def save_checkpoint(self, *positional: Any, **words: Any) -> None:
         """As the base class, in a pause: no rank is late in it."""
         with self._paused():
@@ -197,6 +218,40 @@ class StagedStrategy(DDPStrategy):
             yield
 
 
+class _Logged:
+    """Numbers that a training step logs with ``sync_dist``: they ride along with the merge, and are means after it."""
+
+    def __init__(self) -> None:
+        self._put_off: dict[str, Tensor] = {}  # of the last micro-batch of a step, by their names in the merge
+        self._is_last = True
+
+    def begin(self, *, is_last: bool) -> None:
+        """A micro-batch begins, the last of its step or not."""
+        self._put_off, self._is_last = {}, is_last
+
+    def put_off(self, step: Step, value: Tensor) -> bool:
+        """Let it ride along, in its own memory; false if there is no room. Only the last micro-batch's is logged."""
+        if not self._is_last:
+            return True
+        name = f"{_LOGGED}{len(self._put_off)}"
+        is_new = name not in step.scalars and name not in step.on_device
+        if value.numel() != 1 or (is_new and len(step.scalars) + len(step.on_device) >= MAX_SCALARS):
+            return False
+        step.log(**{name: value})
+        self._put_off[name] = value
+        return True
+
+    def merged(self, record: StepRecord) -> None:
+        """The step is merged; what only a device knows comes a step later, and is that of the step before."""
+        if not self._put_off:
+            return
+        scalars = record.report.scalars
+        for name, value in self._put_off.items():
+            if name in scalars:
+                value.fill_(scalars[name])
+        self._put_off = {}
+
+
 class _InFit(Callback):
     """A callback for the strategy: follows a fit and its loggers, and keeps the state that is saved with it."""
 
@@ -224,8 +279,9 @@ class _InFit(Callback):
         self._uneven = len(known) > 1 or not math.isfinite(known.pop())
 
     def _log(self, scalars: Mapping[str, float], _step: int) -> None:
+        own = {name: value for name, value in scalars.items() if not name.startswith(_LOGGED)}
         for logger in self._trainer.loggers:
-            logger.log_metrics(dict(scalars), self._trainer.global_step)
+            logger.log_metrics(own, self._trainer.global_step)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """After its last batch, take part in the steps of ranks that have more."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from launched import as_launched
 from loaded import ranks_with
-from ranks import digest
+from ranks import digest, logged
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -155,6 +155,79 @@ def test_trains_as_under_ddp_and_goes_on_from_a_checkpoint(tmp_path, run_loaded)
         assert again == results["automatic"][0][0][0]
     assert len({straight for _, straight, _, _ in ranks}) == 1  # whoever was late in it
     assert "straggle/late_ranks" in ranks[0][3]
+
+
+def logging_kind():
+    import lightning.pytorch as pl
+
+    warnings.simplefilter("ignore")
+
+    class Logs(pl.LightningModule):
+        """Logs the mean over ranks of ``10 * batch + rank``, in these ways; late in the batch ``stop_at``."""
+
+        def __init__(self, ways, stop_at=None):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+            self.ways, self.stop_at, self.seen = ways, stop_at, []
+
+        def training_step(self, batch, number):
+            if number == self.stop_at:
+                self.trainer.model.open_step.stop()
+            loss = self.layers(batch[0]).square().mean()
+            for name, words in self.ways.items():
+                self.log(name, 10.0 * number + self.global_rank, sync_dist=True, on_step=True, **words)
+            return loss
+
+        def on_train_batch_end(self, _outputs, _batch, _number):
+            if not self.trainer.fit_loop._should_accumulate():
+                self.seen.append({name: float(self.trainer.callback_metrics[name]) for name in self.ways})
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.01)
+
+    return Logs
+
+
+def log_means(rank, folder, ways, strategies):
+    """For each strategy and accumulation, what was logged in each step, and what was warned of."""
+    as_launched(rank)
+    from lightning.pytorch.strategies import DDPStrategy
+
+    from straggle.integrations.lightning import StagedStrategy
+
+    kind, found = logging_kind(), []
+    for name, accumulate, stop_at in strategies:
+        strategy = StagedStrategy(deadline=100.0) if name == "staged" else DDPStrategy()
+        module = kind(ways, stop_at if rank == 1 else None)
+        with logged("straggle.loop.step_warnings") as messages:
+            fitted(folder, strategy, module, accumulate=accumulate, max_epochs=1, limit_val_batches=0)
+        found.append((module.seen, len(messages)))
+    return found
+
+
+def test_what_is_logged_with_sync_dist_rides_along_and_is_the_mean_over_those_that_are_there(tmp_path, run_loaded):
+    ways = {"step": {"on_epoch": False}, "both": {"on_epoch": True}}
+    runs = [("ddp", 1, None), ("staged", 1, None), ("staged", 2, None), ("staged", 1, 3), ("staged", 2, 3)]
+    ranks = run_loaded(log_means, NUM_RANKS, str(tmp_path), ways, runs, timeout_s=240)
+    assert [number for found in ranks for _, number in found] == [0] * (NUM_RANKS * len(runs))
+    for found in ranks:
+        ddp, staged, halves, _, _ = (seen for seen, _ in found)
+        assert staged == ddp == [dict.fromkeys(ways, 10.0 * number + 0.5) for number in range(6)]
+        assert halves == ddp[1::2]
+    of_first = [10.5, 30.0, 50.5]
+    assert [[seen["step"] for seen in ranks[0][run][0]] for run in (3, 4)] == [
+        [0.5, 10.5, 20.5, 30.0, 40.5, 50.5],
+        of_first,
+    ]
+
+
+def test_what_cannot_ride_along_is_reduced_as_under_ddp_and_warned_of(tmp_path, run_loaded):
+    for ways in ({"sum": {"reduce_fx": "sum"}}, {f"number {number}": {} for number in range(9)}):
+        ranks = run_loaded(log_means, NUM_RANKS, str(tmp_path), ways, [("ddp", 1, None), ("staged", 1, None)])
+        assert [[number for _, number in found] for found in ranks] == [[0, 1], [0, 0]]
+        for (ddp, _), (staged, _) in ranks:
+            assert staged == ddp
 
 
 def refused_by_ddp(rank, folder):
