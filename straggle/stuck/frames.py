@@ -20,6 +20,7 @@ _LONGEST = 100  # characters of a line of code
 _DEEPEST = 200  # frames
 _TYPED = ("<stdin", "<ipython")  # the user's, too
 _PACKAGES = ("site-packages", "dist-packages")
+_TRAINERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics", "transformers")
 _USER, _INSTALLED, _STRAGGLE, _LIBRARY = range(4)  # whose code a frame is of; the lower, the more it says
 _OF_STRAGGLE = str(Path(__file__).parents[1]) + "/"
 _PROGRAMS = (f"{_OF_STRAGGLE}lab/", f"{_OF_STRAGGLE}commands/")  # these use straggle as a user does
@@ -83,9 +84,13 @@ def place_of(frames: Sequence[Frame]) -> Place | None:
 
     Code of the user's own comes first, then installed packages other than torch, then straggle.
     """
+    return _place(frames, [_whose(frame.file) for frame in frames])
+
+
+def _place(frames: Sequence[Frame], kinds: Sequence[int]) -> Place | None:
+    """``kinds``: whose code each frame is of."""
     if not frames:
         return None
-    kinds = [_whose(frame.file) for frame in frames]
     at = min(range(len(frames)), key=lambda index: (kinds[index], index))
     inner = next((frame for frame in frames[:at] if frame.file.startswith(_OF_TORCH)), frames[0])
     if _STRAGGLE in kinds[:at]:
@@ -95,10 +100,21 @@ def place_of(frames: Sequence[Frame]) -> Place | None:
 
 
 def place_in_block(frames: Sequence[Frame]) -> Place | None:
-    """The same for code of a step: what straggle has called, as a trainer's loss, comes before what calls straggle."""
+    """The same for code of a step: what straggle has called, as a trainer's loss, comes before what calls straggle.
+
+    Of installed packages, those that derive from a general trainer come before it.
+    """
     kinds = [_whose(frame.file) for frame in frames]
     inside = len(kinds) - 1 - kinds[::-1].index(_STRAGGLE) if _STRAGGLE in kinds else 0
-    return place_of(frames[:inside] if min(kinds[:inside], default=_LIBRARY) < _STRAGGLE else frames)
+    if min(kinds[:inside], default=_LIBRARY) >= _STRAGGLE:
+        return _place(frames, kinds)
+    frames, kinds = frames[:inside], kinds[:inside]
+    special = [_LIBRARY if _is_of_trainer(frame.file) else kind for frame, kind in zip(frames, kinds, strict=True)]
+    return _place(frames, special if min(special) < _STRAGGLE else kinds)
+
+
+def _is_of_trainer(file: str) -> bool:
+    return any(f"/{folder}/{name}/" in file for folder in _PACKAGES for name in _TRAINERS)
 
 
 def _whose(file: str) -> int:

@@ -24,6 +24,7 @@ HERE = "tests/unit/stuck/test_frames.py"
 TORCH, STRAGGLE = Path(torch.__file__).parent, Path(straggle.__file__).parent
 STDLIB = sysconfig.get_path("stdlib")
 USER, NUMPY = Frame("/home/me/train.py", 41, "load_batch"), Frame("/v/site-packages/numpy/npyio.py", 4, "load")
+ACCELERATE = Frame("/v/site-packages/accelerate/utils/operations.py", 355, "_gpu_gather_one")
 LOADER = Frame(f"{TORCH}/utils/data/dataloader.py", 1275, "_try_get_data")
 SELECT = Frame(f"{STDLIB}/selectors.py", 415, "select")
 BARRIER = Frame(f"{TORCH}/distributed/distributed_c10d.py", 5000, "barrier")
@@ -65,6 +66,8 @@ def test_place_is_the_innermost_frame_of_the_users_code(frames, expected):
         ([BARRIER, NUMPY, MERGE, NUMPY._replace(line=9), USER], NUMPY),  # a trainer's loss, and not `trainer.train()`
         ([BARRIER, MERGE, USER, NUMPY, MERGE, USER._replace(line=9)], USER),
         ([BARRIER, LOADER, MERGE, USER], USER),
+        ([BARRIER, ACCELERATE, NUMPY, ACCELERATE, MERGE, ACCELERATE, USER], NUMPY),
+        ([BARRIER, ACCELERATE, LOADER, MERGE, USER], ACCELERATE),
     ],
 )
 def test_place_in_a_block_is_what_straggle_has_called_before_what_calls_it(frames, own):
