@@ -44,6 +44,9 @@ HELP = {
 GROUPS = "tests/ranks/test_advice_data.py::test_process_group_is_made_as_the_texts_say"
 # followed by tests of their own: words of the text, and the test
 ELSEWHERE = {
+    "Call it after the block, or seldom; the mean of a number needs no call of its own": (
+        "tests/ranks/test_gathers.py::test_what_the_warning_says_to_do_gives_the_same_means_and_ends_the_wait"
+    ),
     "start all ranks of the replica again, together": (
         "tests/ranks/test_replica_members.py::test_replica_of_a_killed_rank_leaves_and_comes_back_with_the_others_state"
     ),

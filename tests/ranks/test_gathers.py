@@ -235,6 +235,38 @@ def test_collective_in_the_block_is_warned_of_once_with_its_line_by_the_lowest_r
         assert ": dist.all_reduce(loss.detach()))" in message
 
 
+def means(rank, where):
+    """The means of the loss over the ranks, in one of the ways that the warning names, and what is warned of."""
+    module, found = mlp(seed=0), []
+    with logged("straggle.loop.step_warnings") as messages, staged(module, deadline=60.0) as model:
+        for number in range(4):
+            with model.step() as step:
+                loss = model(features(rank, number)).square().mean()
+                mean = loss.detach() / 2
+                if where == "block" or (where == "seldom" and number == 0):
+                    dist.all_reduce(mean)
+                if where == "log":
+                    step.log(loss=loss)
+                loss.backward()
+            if where == "after":
+                dist.all_reduce(mean)
+            found.append(model.last_report.scalars["loss"] if where == "log" else float(mean))
+            module.zero_grad()
+    return found, len(messages)
+
+
+def means_in(rank, ways):
+    return [means(rank, where) for where in ways]
+
+
+def test_what_the_warning_says_to_do_gives_the_same_means_and_ends_the_wait():
+    for rank, results in enumerate(run_ranks(means_in, 2, ("block", "after", "log", "seldom"))):
+        (block, warned), (after, silent), (log, silent_too), (seldom, silent_as_well) = results
+        assert (warned, silent, silent_too, silent_as_well) == (1 - rank, 0, 0, 0)
+        assert block == after == pytest.approx(log)
+        assert seldom[0] == block[0]
+
+
 def train_sharded(rank, over_all):
     """Two replicas of two ranks, and a mean of the loss: over the replica's own ranks, or over all."""
     made = pair()
