@@ -36,6 +36,7 @@ from straggle.merge.checks import (
     refuse_ddp_kwargs,
     refuse_pull,
 )
+from straggle.merge.last_words import in_this_process
 from straggle.merge.options import Merge
 from straggle.merge.round import Round
 from straggle.merge.saved_state import SavedState, SharedState
@@ -146,7 +147,7 @@ class StagedDataParallel(nn.Module):
         self.job_rank = self._channel.name  # `rank` is the replica's number, if it is several ranks
         self.idle = False  # this rank has no data for the steps from here on: it takes part with weight 0
         self.default_weight = 1.0  # weight of a step whose `Step.weight` the loop does not set
-        self._finalizer = weakref.finalize(self, built.closing())
+        self._finalizer = weakref.finalize(self, in_this_process(built.closing()))
         self._of_the_job = frozenset(self.__dict__) - own
         for phase in self._wings.built:
             phase()

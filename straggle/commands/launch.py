@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import secrets
 import signal
 import sys
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -26,7 +29,7 @@ from straggle.commands.launching.launcher import Events, Launcher, next_event, s
 from straggle.commands.launching.nodes import Nodes
 from straggle.commands.launching.restarting import RestartRules
 from straggle.commands.launching.stopped_process import SilentWorkers
-from straggle.commands.launching.store_host import LOOPBACK, StoreAddress, answers, connect, serve_store
+from straggle.commands.launching.store_host import LOOPBACK, StoreAddress, connect, no_answer, serve_store
 from straggle.commands.launching.together import Together
 from straggle.commands.launching.worker_process import ForkServer, Program, Starter, new_process
 from straggle.members import agents
@@ -35,6 +38,7 @@ from straggle.merge.store import JobStore, StoreUnreachable
 
 OF_ONE_RANK = ("RANK", "LOCAL_RANK", "ROLE_RANK")  # of a node's workers; the rest of their environment is the same
 _JOIN_POLL_S = 0.5
+_SAY_EVERY_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,7 @@ def _run(given: argparse.Namespace, endpoint: StoreAddress, store: JobStore, eve
                 if isinstance(event := next_event(events, 0.0), signal.Signals):
                     return 128 + event
         program = Program(given.script, tuple(given.arguments), given.module)
-        log_dir, pids_dir = _folder(given.log_dir), _folder(_pids_dir(given))
+        log_dir, pids_dir = _new_log_folder(given), _folder(_pids_dir(given))
         workers = [
             Worker(int(environment["RANK"]), program, environment, starter, log_dir, pids_dir)
             for environment in environments
@@ -187,9 +191,11 @@ def _store_only(words: Sequence[str]) -> int:
 
 def _find(endpoint: StoreAddress, events: Events) -> int | None:
     """Wait until the store is there; a signal that comes meanwhile is returned."""
-    if not answers(endpoint):
-        say(f"waits for the job's store at {endpoint}")
-    while not answers(endpoint):
+    said_at = -math.inf
+    while why := no_answer(endpoint):
+        if time.monotonic() - said_at >= _SAY_EVERY_S:  # the first node may come up later, and its name with it
+            said_at = time.monotonic()
+            say(f"waits for the job's store at {endpoint}: {why}")
         if isinstance(event := next_event(events, _JOIN_POLL_S), signal.Signals):
             return event
     return None
@@ -203,6 +209,19 @@ def _pids_dir(given: argparse.Namespace) -> Path | None:
     if given.run_dir is not None:
         return Path(given.run_dir, "pids")
     return Path(os.environ[PIDS_DIR]) if os.environ.get(PIDS_DIR) else None
+
+
+def _new_log_folder(given: argparse.Namespace) -> Path | None:
+    """One for each launcher, so that no earlier one's logs are lost, nor those of a job that still runs."""
+    if given.log_dir is None:
+        return None
+    for number in count():
+        path: Path = given.log_dir / f"node{given.node_rank}.launch{number}"
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(parents=True)
+            break
+    say(f"the workers' output is in {path}")
+    return path
 
 
 def _folder(path: Path | None) -> Path | None:

@@ -44,6 +44,7 @@ from straggle.merge.last_words import (
     Progress,
     abandon,
     absent,
+    in_this_process,
     leave_groups,
     leave_word,
     report_end,
@@ -115,7 +116,8 @@ class Channel:
             watched=(TROUBLE, ENDED),
         )
         leave = partial(leave_groups, self._gloo_groups, self._job_groups, self._progress, give_up_s)
-        self._finalizer = weakref.finalize(self, report_end, self.store, self.rank, self.name, self._progress, leave)
+        end = in_this_process(report_end)
+        self._finalizer = weakref.finalize(self, end, self.store, self.rank, self.name, self._progress, leave)
 
     @staticmethod  # a bound method would keep this object alive as long as the store's thread
     def _connect(store: Any, corner: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -74,6 +75,17 @@ def leave_groups(groups: list[Any], job_groups: list[JobGroup], progress: Progre
         group = groups.pop()
         if progress.explained:
             set_aside(group, give_up_s)
+
+
+def in_this_process(call: Callable[..., None]) -> Callable[..., None]:
+    """``call``, which does nothing in a process forked from this one: a child that saves and ends is no rank."""
+    own = os.getpid()
+
+    def unless_forked(*args: Any) -> None:
+        if os.getpid() == own:
+            call(*args)
+
+    return unless_forked
 
 
 def report_end(store: JobStore, rank: int, name: int, progress: Progress, leave: Callable[[], None]) -> None:

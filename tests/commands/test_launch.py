@@ -233,11 +233,17 @@ def test_error_of_all_workers_ends_the_job_before_their_restarts_are_used(tmp_pa
 
 
 def test_worker_that_cannot_be_started_is_tried_again(tmp_path: Path) -> None:
-    (tmp_path / "logs" / "rank0.start0.log").mkdir(parents=True)  # no file can be opened there
-    with launched(tmp_path, "", "--log-dir=logs", "--restart-delay-s=0.05") as job:
+    body = """
+    if rank == "0" and count == 0:
+        os.mkdir("logs/node0.launch0/rank0.start1.log")  # no file can be opened there
+        sys.exit(1)
+    wait_for("end")
+    """
+    with launched(tmp_path, body, "--nproc-per-node=2", "--log-dir=logs", "--restart-delay-s=0.05") as job:
+        wait_for(job, tmp_path, "environment.0.2")
+        (tmp_path / "end").touch()
         assert job.status() == 0
     assert "rank 0 cannot be started: " in job.log.read_text()
-    assert (tmp_path / "environment.0.1").exists()
 
 
 # -- the end of a launcher
@@ -261,6 +267,16 @@ def test_told_to_end_it_lets_workers_save_and_leaves_no_process(way: tuple[str, 
     for pid in (left(tmp_path, "pid", 0), left(tmp_path, "pid", 1), left(tmp_path, "loader", 1)):
         wait_for_end(int(pid))
     assert [starts(tmp_path, rank) for rank in range(2)] == [1, 1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1])
+def test_each_signal_that_torchrun_passes_on_lets_workers_save(number: signal.Signals, tmp_path: Path) -> None:
+    body = "signal.signal(signal.SIGTERM, lambda *_: (leave('saved'), sys.exit(0)))\n"
+    with launched(tmp_path, body + WAITS, "--restart-delay-s=0") as job:
+        wait_for(job, tmp_path, "pid.0.0")
+        os.kill(job.pid, number)
+        assert job.status() == 128 + number
+    assert (tmp_path / "saved.0.0").exists()
 
 
 def test_told_twice_to_end_it_does_not_wait_for_its_workers(tmp_path: Path) -> None:
@@ -310,9 +326,21 @@ def test_each_start_has_a_log_and_the_process_id_is_there_while_it_runs(way: tup
         assert job.status() == 0
     assert list((tmp_path / "run" / "pids").iterdir()) == []
     names = {"rank0.start0.log": "0 0", "rank1.start0.log": "1 0", "rank1.start1.log": "1 1"}
-    assert {path.name for path in (tmp_path / "logs").iterdir()} == names.keys()
+    logs = tmp_path / "logs" / "node0.launch0"
+    assert {path.name for path in logs.iterdir()} == names.keys()
     for name, who in names.items():
-        assert (tmp_path / "logs" / name).read_text() == f"out of {who}\nerr of {who}\n"
+        assert (logs / name).read_text() == f"out of {who}\nerr of {who}\n"
+
+
+def test_a_second_launcher_leaves_the_logs_of_the_first_where_they_are(tmp_path: Path) -> None:
+    for number in range(2):
+        with launched(tmp_path, f"print({number})", "--log-dir=logs") as job:
+            assert job.status() == 0
+        assert f"the workers' output is in logs/node0.launch{number}\n" in job.log.read_text()
+    assert [(tmp_path / f"logs/node0.launch{number}/rank0.start0.log").read_text() for number in range(2)] == [
+        "0\n",
+        "1\n",
+    ]
 
 
 def test_logs_of_the_last_starts_are_kept(tmp_path: Path) -> None:
@@ -322,7 +350,7 @@ def test_logs_of_the_last_starts_are_kept(tmp_path: Path) -> None:
         wait_for(job, tmp_path, "pid.1.25")
         (tmp_path / "end").touch()
         assert job.status() == 0
-    kept = sorted(int(path.name.split(".")[1][5:]) for path in (tmp_path / "logs").glob("rank1.*"))
+    kept = sorted(int(path.name.split(".")[1][5:]) for path in (tmp_path / "logs" / "node0.launch0").glob("rank1.*"))
     assert kept == list(range(6, 26))
 
 
@@ -330,10 +358,10 @@ def test_log_that_is_truncated_while_its_worker_writes_begins_anew(tmp_path: Pat
     body = 'print("x" * 1000)\nleave("written")\n' + WAITS + '\nprint("the rest")\n'
     with launched(tmp_path, body, "--log-dir=logs") as job:
         wait_for(job, tmp_path, "written.0.0")
-        os.truncate(tmp_path / "logs" / "rank0.start0.log", 0)
+        os.truncate(tmp_path / "logs" / "node0.launch0" / "rank0.start0.log", 0)
         (tmp_path / "end").touch()
         assert job.status() == 0
-    assert (tmp_path / "logs" / "rank0.start0.log").read_text() == "the rest\n"
+    assert (tmp_path / "logs" / "node0.launch0" / "rank0.start0.log").read_text() == "the rest\n"
 
 
 def test_folder_of_the_process_ids_may_come_from_the_environment(tmp_path: Path) -> None:
@@ -514,6 +542,26 @@ def test_rank_that_works_alone_until_the_others_are_done_is_told_so_and_ends_wit
     assert said.index("write `with model.pause():`") < said.index("rank 0 comes late")
     assert [(tmp_path / name).exists() for name in ("finally.0.0", "caught.0.0", "closed.0.0")] == [True, False, False]
     assert starts(tmp_path, 0) == 1
+
+
+@pytest.mark.slow
+def test_a_child_that_a_member_forks_and_that_ends_does_not_make_it_leave(tmp_path: Path) -> None:
+    body = """
+    train_to(20)
+    if rank == "1":
+        child = os.fork()
+        if not child:
+            sys.exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    train_to(60)
+    model.close()
+    """
+    options = ("--nproc-per-node=2", "--preload=torch")
+    loop = LOOP.replace("deadline=0.05, ", "")  # nobody leaves because it is slow
+    with launched(tmp_path, loop + textwrap.dedent(body), *options, GLOO_SOCKET_IFNAME="lo") as job:
+        assert job.status() == 0, job.log.read_text()
+    assert "left" not in job.log.read_text()
+    assert "joined" not in job.log.read_text()
 
 
 @pytest.mark.slow

@@ -28,9 +28,10 @@ _KEPT_LOGS = 20  # of each rank
 
 
 def say(words: str) -> None:
-    """Write a line among the workers' output, in one piece."""
-    sys.stderr.write(f"straggle launch: {words}\n")
-    sys.stderr.flush()
+    """Write a line among the workers' output, in one piece; a terminal that is closed takes none."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"straggle launch: {words}\n")
+        sys.stderr.flush()
 
 
 @dataclass(frozen=True)
@@ -197,8 +198,7 @@ class Agent:
         """
         with contextlib.suppress(OSError):
             (folder / f"rank{self.rank}.start{count - _KEPT_LOGS}.log").unlink(missing_ok=True)
-        (path := folder / f"rank{self.rank}.start{count}.log").unlink(missing_ok=True)
-        return path.open("ab")
+        return (folder / f"rank{self.rank}.start{count}.log").open("ab")
 
     def _write_pid(self, pid: int) -> None:
         if self._worker.pids_dir is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from straggle.commands.launching.store_host import StoreAddress
 
 SECRET = "STRAGGLE_JOB_SECRET"
 PIDS_DIR = "STRAGGLE_PIDS_DIR"
-_OF_TORCHRUN = ("nproc_per_node", "nnodes", "node_rank", "rdzv_endpoint", "rdzv_id", "max_restarts", "log_dir")
 _EXAMPLES = """\
 examples:
   straggle launch --nproc-per-node 4 train.py --steps 1000
@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="workers on this node, gpu, cpu or auto",
     )
-    _add(options, "--nnodes", type=_positive, default=1, metavar="M", help="nodes of the job (1)")
+    _add(options, "--nnodes", type=_num_nodes, default=1, metavar="M", help="nodes of the job (1)")
     _add(options, "--node-rank", type=int, default=None, metavar="K", help="this one: 0, which hosts the store, 1, ...")
     _add(
         options, "--rdzv-endpoint", type=_endpoint, metavar="HOST:PORT", help="where the store is; needed with --nnodes"
@@ -87,6 +87,9 @@ def arguments(words: Sequence[str], environment: Mapping[str, str] = os.environ)
     options = parser()
     options.set_defaults(**_torchruns_variables(environment))
     given = options.parse_args(words)
+    for option, value in vars(given).items():
+        if isinstance(value, _Variable):
+            setattr(given, option, value.value(options))
     if given.nnodes == 1 and given.node_rank is None:
         given.node_rank = 0
     if given.nnodes > 1 and given.standalone:
@@ -109,11 +112,49 @@ def arguments(words: Sequence[str], environment: Mapping[str, str] = os.environ)
     return given
 
 
-def _torchruns_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    found = {name: environment[key] for name in _OF_TORCHRUN if (key := f"PET_{name.upper()}") in environment}
+@dataclass(frozen=True)
+class _Variable:
+    """What an option is if the command line does not have it; ``read`` makes it a value."""
+
+    name: str
+    text: str
+    read: Callable[[str], Any]
+
+    def value(self, options: argparse.ArgumentParser) -> Any:
+        try:
+            return self.read(self.text)
+        except (argparse.ArgumentTypeError, ValueError) as error:
+            options.error(f"{self.name}={self.text}: {error}")
+
+
+def _torchruns_variables(environment: Mapping[str, str]) -> dict[str, _Variable]:
+    """By option; an empty variable is none."""
+    kinds: dict[str, Callable[[str], Any]] = {
+        "nproc_per_node": _num_workers,
+        "nnodes": _num_nodes,
+        "node_rank": int,
+        "rdzv_endpoint": _endpoint,
+        "rdzv_id": str,
+        "max_restarts": _count,
+        "log_dir": Path,
+    }
+    found = dict[str, _Variable]()
     if host := environment.get("PET_MASTER_ADDR"):
-        found.setdefault("rdzv_endpoint", f"{host}:{environment.get('PET_MASTER_PORT', '29500')}")
+        text = f"{host}:{environment.get('PET_MASTER_PORT') or 29500}"
+        found["rdzv_endpoint"] = _Variable("PET_MASTER_ADDR:PET_MASTER_PORT", text, _endpoint)
+    for option, read in kinds.items():
+        if text := environment.get(name := f"PET_{option.upper()}", ""):
+            found[option] = _Variable(name, text, read)
     return found
+
+
+def _num_nodes(text: str) -> int:
+    least, _, most = text.partition(":")
+    if most and most != least:
+        raise argparse.ArgumentTypeError(
+            f"{text}: a job has a fixed number of nodes, whose ranks may leave and come back: give the larger number"
+        )
+    return _positive(least)
 
 
 def _add(options: argparse.ArgumentParser, name: str, **settings: Any) -> None:

@@ -14,7 +14,8 @@ from straggle.commands.launching.agent import Agent, say
 from straggle.commands.launching.nodes import BEAT_S, Nodes
 from straggle.members.agents import DO_NOT_RESTART, WRONG_CONFIGURATION
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last is Slurm's, by --signal
+# those that torchrun passes on; a terminal that is closed sends SIGHUP, and Slurm SIGUSR1, by --signal
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 _POLL_S = 0.5
 _KILLED_S = 5.0  # a process that SIGKILL has not ended by then hangs in the kernel
 
@@ -23,9 +24,14 @@ Events = SimpleQueue[Agent | signal.Signals]
 
 @contextlib.contextmanager
 def signals_into(events: SimpleQueue[Agent | signal.Signals]) -> Iterator[None]:
-    """Have the main thread find SIGTERM and SIGINT in a queue, where it also finds the agents that have ended."""
+    """Have the main thread find `SIGNALS` in a queue, where it also finds the agents that have ended.
+
+    SIGHUP stays ignored if it is, as under nohup.
+    """
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    for number in SIGNALS:
+    if before[signal.SIGHUP] == signal.SIG_IGN:
+        del before[signal.SIGHUP]
+    for number in before:
         signal.signal(number, lambda got, _: events.put(signal.Signals(got)))
     try:
         yield

@@ -25,7 +25,7 @@ class StoreAddress:
     def of(text: str) -> StoreAddress:
         """Read ``HOST:PORT``, where the host may be ``[::1]``; raises ``ValueError`` for anything else."""
         host, _, port = text.rpartition(":")
-        if not host or not port.isdigit() or int(port) > 65535:
+        if not host or set("/ @") & set(host) or not port.isdigit() or int(port) > 65535:
             raise ValueError(f"{text!r} is no HOST:PORT, such as node0:29500")
         return StoreAddress(host.strip("[]"), int(port))
 
@@ -59,13 +59,13 @@ def connect(endpoint: StoreAddress) -> TCPStore:
     return TCPStore(endpoint.host, endpoint.port, is_master=False, timeout=timedelta(seconds=_CONNECT_S))
 
 
-def answers(endpoint: StoreAddress) -> bool:
-    """Whether something listens there."""
+def no_answer(endpoint: StoreAddress) -> str:
+    """Why nothing there can be reached; nothing if something listens."""
     try:
         socket.create_connection((endpoint.host, endpoint.port), timeout=_CONNECT_S).close()
-    except OSError:
-        return False
-    return True
+    except (OSError, UnicodeError) as error:  # the second: a name that no name server could know
+        return str(error)
+    return ""
 
 
 def _family_and_address(host: str) -> tuple[socket.AddressFamily, str]:

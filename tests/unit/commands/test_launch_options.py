@@ -38,13 +38,29 @@ def test_torchruns_variables_are_the_defaults_as_kubeflow_sets_them() -> None:
     given = arguments(["a.py"], {**SECRET, **variables, **place, "PET_RDZV_ENDPOINT": "store:1"})
     assert given.rdzv_endpoint == StoreAddress("store", 1)
     assert arguments(["--nproc-per-node", "cpu", "a.py"], {}).nproc_per_node == os.cpu_count()
+    empty = {
+        "PET_LOG_DIR": "",
+        "PET_NNODES": "",
+        "PET_MASTER_ADDR": "",
+        "PET_RDZV_ENDPOINT": "",
+        "PET_MAX_RESTARTS": "",
+    }
+    given = arguments(["a.py"], empty)
+    assert (given.log_dir, given.nnodes, given.rdzv_endpoint, given.max_restarts) == (None, 1, None, 10)
+    assert arguments(["--nnodes", "1", "a.py"], {"PET_NNODES": "1:2"}).nnodes == 1  # which the option overrides
+    assert arguments(["a.py"], {"PET_NNODES": "1:1"}).nnodes == 1
 
 
 @pytest.mark.parametrize(
     ("words", "environment", "said"),
     [
-        (["a.py"], {"PET_NNODES": "1:2"}, "1:2: must be an integer of at least 1"),
+        (["a.py"], {"PET_NNODES": "1:2"}, "PET_NNODES=1:2: 1:2: a job has a fixed number of nodes"),
+        (["--nnodes=1:2", "a.py"], {}, "argument --nnodes: 1:2: a job has a fixed number of nodes"),
+        (["a.py"], {"PET_NNODES": "x:x"}, "PET_NNODES=x:x: x: must be an integer of at least 1"),
+        (["a.py"], {"PET_NODE_RANK": "a"}, "PET_NODE_RANK=a: invalid literal for int() with base 10: 'a'"),
+        (["a.py"], {"PET_MAX_RESTARTS": "-1"}, "PET_MAX_RESTARTS=-1: -1: must be an integer of at least 0"),
         (["a.py"], {"PET_MASTER_ADDR": "node0", "PET_MASTER_PORT": "x"}, "'node0:x' is no HOST:PORT"),
+        (["--rdzv-endpoint=http://node0:1", "a.py"], {}, "'http://node0:1' is no HOST:PORT"),
         ([], {}, "the following arguments are required: script"),
         (["--nproc-per-node", "0", "a.py"], {}, "0: must be an integer of at least 1"),
         (["--nproc-per-node", "many", "a.py"], {}, "many: must be an integer of at least 1"),
