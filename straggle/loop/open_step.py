@@ -232,12 +232,13 @@ class OpenStep(PassWatcher):
                 self._source.step_over(left=True)
                 self._coordinator.fail(error)
                 return None
-            self._take_by_hand(truncated=truncated)
+            failed = self.failed
+            self._take_by_hand(is_cut=truncated or failed)
             if self._device_clock is not None:
                 self._device_clock.left()
             merged = self._coordinator.finish(
                 truncated=truncated,
-                failed=self.failed,
+                failed=failed,
                 scalars=step.scalars,
                 given=self._give_state(truncated=truncated),
                 abstain=self.rule.abstains,
@@ -524,23 +525,22 @@ class OpenStep(PassWatcher):
         finished = not self._in_forward and (num_passes >= most or not truncated)
         return self._state.give(finished=finished, forward_ran=self._num_forward > 0)
 
-    def _take_by_hand(self, *, truncated: bool) -> None:
+    def _take_by_hand(self, *, is_cut: bool) -> None:
         """Take gradients that the loop has put in place; peers learn of what is refused."""
         try:
-            self._source.step_over(left=truncated or self.stopped or self.failed)
+            self._source.step_over(left=is_cut or self.stopped)
             self._by_hand.check_parameters()
-            self._place(truncated=truncated)
+            self._place(is_cut=is_cut)
         except (RuntimeError, ValueError) as error:
             self._coordinator.fail(error)
             raise
 
-    def _place(self, *, truncated: bool) -> None:
+    def _place(self, *, is_cut: bool) -> None:
         """Merge the gradients that the loop has put into ``p.grad`` itself.
 
         Of a rank that was late, or failed, some may be only a part, as that of a penalty: these count as much as the
         passes that are in.
         """
-        is_cut = truncated or self.failed
         if not (gradients := self._kept.put_by_loop(self._is_whole if is_cut else lambda _index: True)):
             return
         parts = {index: own for index, own in gradients.items() if is_cut and not self._is_whole(index)}
