@@ -19,7 +19,6 @@ from straggle.merge.groups import is_of_peer
 from straggle.stuck.frames import frames_of, place_of
 from straggle.stuck.states import INSTEAD
 
-_GONE_S = 1.5  # more than what it takes to suspect a rank whose connection broke
 _LIVES = ("returns", "link", "restarted")  # kinds of leaving of a process that may still run
 _log = logging.getLogger(__name__)
 
@@ -28,11 +27,11 @@ class OwnCollectives:
     """From `begin` to `close`, puts in front of such an error who is gone and what to write instead.
 
     torch tells a logger of each error of a collective, on the thread that called it and before the code that called it
-    has the error. So loops that catch it read that, too.
+    has the error. So loops that catch it read that, too. ``known_s``: after so long the members know who is gone.
     """
 
-    def __init__(self, membership: Membership) -> None:
-        self._membership = membership
+    def __init__(self, membership: Membership, *, known_s: float) -> None:
+        self._membership, self._known_s = membership, known_s
         self._first: View | None = None  # of the processes that are in torch's groups; `None`: not this one
         self._may_wait = True  # until it is known who is gone
 
@@ -69,7 +68,7 @@ class OwnCollectives:
 
     def _wait_for_gone(self) -> str:
         """Who is gone, as soon as the members know it; as such errors go on, only the first one waits for that."""
-        gone, until = self._gone(), time.monotonic() + _GONE_S
+        gone, until = self._gone(), time.monotonic() + self._known_s
         if not gone and self._may_wait:
             self._membership.detector.connection_broke()
             while not (gone := self._gone()) and time.monotonic() < until:

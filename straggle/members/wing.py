@@ -48,7 +48,7 @@ class Members(Wing):
         self.completion = MembersCompletion(rank, self.member)
         self.departure = self.member.notice
         self.comes_late = channel.comes_late
-        self._own_collectives = OwnCollectives(channel.membership)
+        self._own_collectives = OwnCollectives(channel.membership, known_s=_GONE_S)
         rank.stand_in.waits_for_room = False  # a rank that is far behind takes a state instead, so no peer waits for it
 
     def attach(

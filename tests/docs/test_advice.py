@@ -50,6 +50,21 @@ ELSEWHERE = {
     "start all ranks of the replica again, together": (
         "tests/ranks/test_replica_members.py::test_replica_of_a_killed_rank_leaves_and_comes_back_with_the_others_state"
     ),
+    "write `with model.pause():` around an evaluation or a checkpoint of one rank, and the others wait for it": (
+        "tests/ranks/test_habits.py::test_rank_that_works_alone_in_a_pause_is_waited_for_and_told_nothing"
+    ),
+    "after max_lag={} it needs a peer's state, and it is too late if the others' loops end before that": (
+        "tests/ranks/test_habits.py::test_rank_that_works_alone_for_too_long_is_told_what_to_write_in_time_and_comes_back"
+    ),
+    "write step.log(loss=loss) and read model.last_report.scalars, or `with model.pause():` in place of a barrier": (
+        "tests/ranks/test_habits.py::test_rank_that_works_alone_in_a_pause_is_waited_for_and_told_nothing"
+    ),
+    "let the error leave the block, or write model.step(num_microbatches=...) and let each pass reduce its": (
+        "tests/ranks/test_sharded_by_chance.py::test_model_that_is_cut_anywhere_is_exact_in_that_step_and_the_next"
+    ),
+    "have all passes that FSDP accumulates in one block, and let an error of one of them leave it": (
+        "tests/ranks/test_sharded_by_chance.py::test_model_that_is_cut_anywhere_is_exact_in_that_step_and_the_next"
+    ),
     "start the script by `straggle launch --nproc-per-node N --replica-size S`": (
         "tests/docs/test_docs.py::test_replicas_example_goes_on_without_the_replica_whose_rank_dies"
     ),

@@ -313,6 +313,10 @@ VALUES = {
         lambda _: store_host.StoreAddress.of("node0"),
         lambda _: store_host.StoreAddress.of("node0:29500"),
     ),
+    "{}: a job has a fixed number of nodes, whose ranks may leave and come back: give the larger number": (
+        lambda _: launch("--nnodes", "1:2"),
+        lambda _: launch(*NODES),
+    ),
     "--standalone is for one node: leave it out, or --nnodes": (
         lambda _: launch("--standalone", *NODES),
         lambda _: launch(*NODES),

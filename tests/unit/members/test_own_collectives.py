@@ -45,7 +45,7 @@ class Members:
 
 def said_of(error: Exception, members: Any, *, comes_late: bool = False) -> str:
     """What torch's caller reads of an error of its collective."""
-    own = OwnCollectives(members)
+    own = OwnCollectives(members, known_s=0.05)
     own.begin(comes_late=comes_late)
     try:
         raises_in_torch(error)
@@ -94,8 +94,7 @@ LIVES = [Leaving("returns", "returns: too far behind"), Leaving("restarted", TOO
 
 
 @pytest.mark.parametrize("why", LIVES)
-def test_rank_that_lives_is_not_the_reason(why: Leaving, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("straggle.members.own_collectives._GONE_S", 0.05)
+def test_rank_that_lives_is_not_the_reason(why: Leaving) -> None:
     assert said_of(RuntimeError(CLOSED), Members(FIRST.without({1: why}))) == CLOSED
 
 
@@ -113,10 +112,9 @@ def test_other_errors_stay_as_they_are(error: Exception, members: Members) -> No
     assert said_of(error, members) == str(error)
 
 
-def test_only_the_first_of_such_errors_waits_and_suspects_silent_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("straggle.members.own_collectives._GONE_S", 0.05)
+def test_only_the_first_of_such_errors_waits_and_suspects_silent_members() -> None:
     members = Members()
-    own = OwnCollectives(members)  # type: ignore[arg-type]
+    own = OwnCollectives(members, known_s=0.05)  # type: ignore[arg-type]
     own.begin(comes_late=False)
     for _ in range(3):
         with pytest.raises(RuntimeError, match="Connection closed"):
@@ -128,7 +126,7 @@ def test_only_the_first_of_such_errors_waits_and_suspects_silent_members(monkeyp
 def test_error_that_torch_tells_nobody_of_is_explained_as_the_process_ends(caplog: pytest.LogCaptureFixture) -> None:
     for error, number in ((RuntimeError(CLOSED), 1), (RuntimeError(f"...{INSTEAD}: {CLOSED}"), 0), (None, 0)):
         caplog.clear()
-        own = OwnCollectives(Members(GONE))  # type: ignore[arg-type]
+        own = OwnCollectives(Members(GONE), known_s=0.05)  # type: ignore[arg-type]
         own.begin(comes_late=False)
         own.close(error)
         assert [record.levelno for record in caplog.records] == [logging.ERROR] * number
