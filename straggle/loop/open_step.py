@@ -351,8 +351,10 @@ class OpenStep(PassWatcher):
         if not grouped:
             if not self._may_take(index, parameter):
                 return
+            parameter.grad = None  # the pass may begin here: this one is none that the loop has put there before it
             self._joins_if_new()
             if self._holds or current_run() in self._summing:
+                parameter.grad = gradient
                 self._hold(index, parameter)
                 return
         parameter.grad = None  # the copy in the buffer is the one that counts; freeing this one at once is fastest

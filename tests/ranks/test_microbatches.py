@@ -282,3 +282,26 @@ def test_a_loop_that_leaves_its_epoch_in_the_middle_of_a_step_goes_on_as_under_d
     assert ours == ddp
     assert [ddp, ours] == second
     assert ddp[1:] == (3, [])
+
+
+def calls_the_module(rank, num_microbatches):
+    """Not the wrapped model, so that a backward pass is seen to begin when it has its first gradient."""
+    module, gradients = Chain(), []
+    with staged(module) as model:
+        for number in range(3):
+            with model.step(num_microbatches) as step:
+                for part in range(num_microbatches):
+                    with step.microbatch():
+                        module(float(1 + number + rank + part)).backward()
+            gradients.append([layer.weight.grad[0].item() for layer in module.layers])
+            model.zero_grad()
+    return gradients
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 4])
+def test_first_gradient_of_a_pass_that_comes_through_no_output_of_the_model_counts_once(num_microbatches):
+    sums = [
+        sum(1 + number + rank + part for rank in range(2) for part in range(num_microbatches)) for number in range(3)
+    ]
+    expected = [[(layer + 1) * total / 2 for layer in range(5)] for total in sums]
+    assert run_ranks(calls_the_module, 2, num_microbatches) == [expected, expected]
