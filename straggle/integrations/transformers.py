@@ -189,9 +189,8 @@ class StagedTrainerMixin:
             return base(model, *inputs, **words)
         with micro_batch.computing():
             computed = base(model, *inputs, **words)
-            self._staged_gives_more = not isinstance(
-                computed, Tensor
-            )  # known after the first step, in which no rank is late
+            # known after the first step, in which no rank is late
+            self._staged_gives_more = not isinstance(computed, Tensor)
             self._staged_last_loss.note(computed)
             return computed
         return self._staged_last_loss.again(self.args.device)
@@ -211,13 +210,15 @@ class StagedTrainerMixin:
         if micro_batch is not None and not micro_batch.computes and torch.is_grad_enabled():
             micro_batch.compute_to_end()
 
-    def _staged_step_of(self, model: StagedDataParallel, *, is_last: bool) -> Any:
+    def _staged_step_of(self, model: StagedDataParallel, *, is_last: bool) -> Step:
         begins, num_expected = model.open_step is None, self.current_gradient_accumulation_steps  # type: ignore[attr-defined]
+        # asked before the step begins: ranks meet there, and in a step that would be a collective of the loop's own
+        weight = None if self._staged_tokens is None or not begins else self._staged_weight(self._staged_tokens)
         step = self._staged_accumulation.step_of(model, num_expected, is_last=is_last)
         if begins:
             self._staged_loss, self._staged_num_finished = torch.zeros(()), 0
-            if self._staged_tokens is not None:
-                step.weight = self._staged_tokens / self._staged_full_step(self._staged_tokens)
+        if weight is not None:
+            step.weight = weight
         return step
 
     def _staged_merged(self, record: StepRecord) -> None:
@@ -226,13 +227,13 @@ class StagedTrainerMixin:
         if weighted is not None and weight:
             self._staged_merged_loss = weighted / weight
 
-    def _staged_full_step(self, tokens: float) -> float:
-        """Rank 0's tokens in the first step: a rank with as many has weight 1, as with DDP, bit for bit."""
+    def _staged_weight(self, tokens: float) -> float:
+        """They over rank 0's in the first step: a rank with as many has weight 1, as with DDP, bit for bit."""
         if self._staged_full is None:
             full = torch.tensor([max(tokens, 1.0)], dtype=torch.float64, device=self.args.device)
             dist.broadcast(full, 0)
             self._staged_full = float(full)
-        return self._staged_full
+        return tokens / self._staged_full
 
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, grad_norm: Any, *args: Any, **words: Any) -> None:
         staged = self._staged

@@ -70,9 +70,9 @@ def samples(accumulate):
     return TensorDataset(x, x.sum(1))
 
 
-def gather_at(number):
+def gather_at(number, every):
     """What a library does now and then, such as to generate for all ranks."""
-    if number % 2 == 0:
+    if number % every == 0:
         dist.all_reduce(torch.ones(()))
 
 
@@ -126,7 +126,7 @@ def counting(base):
     """The Trainer of which the others are derived: ``seen`` is how often what ran."""
 
     class Counting(base):
-        decides = "behind"  # the count by which it gathers
+        decides, in_a_step = "behind", False  # the count by which it gathers; before a step begins, or between passes
 
         def __init__(self, *positional, **words):
             self.seen, self.losses = Counter(), []
@@ -134,7 +134,7 @@ def counting(base):
 
         def _prepare_inputs(self, inputs):
             self.seen["prepared"] += 1
-            gather_at(self.seen[self.decides])
+            gather_at(self.seen[self.decides], 2 if self.in_a_step else self.args.gradient_accumulation_steps)
             return super()._prepare_inputs(inputs)
 
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -161,6 +161,8 @@ def behind(base):
 def whole(base):
     class Whole(counting(base)):
         """A body of its own, with a penalty that leads to parameters."""
+
+        in_a_step = True
 
         def training_step(self, model, inputs, num_items=None):
             model.train()
@@ -286,7 +288,8 @@ def test_code_of_a_trainer_around_training_step(tmp_path, run_loaded, name):
         assert first == second
         if place != "stood in":  # nobody was late before
             assert first[:LATE_IN] == pytest.approx(ranks[0][accumulate, "ddp"][1][1][:LATE_IN], rel=1e-4)
-        if place == "forward" and own:  # what it had instead of a loss is its last one
+        # what it had instead of a loss is its last one; it goes on for a gather in the step, for which its peers wait
+        if place == "forward" and name.endswith("behind"):
             late = LATE_IN * accumulate
             assert own[late : late + accumulate] == [own[late - 1]] * accumulate
 
@@ -318,7 +321,7 @@ def with_lightning(rank, _name, staged, place, accumulate, file):
     def counted(who, name):
         def hook(_self, *positional, **_):
             if (who, name) == ("Module", "on_train_batch_start"):
-                gather_at(seen["Module", "on_train_batch_end"])
+                gather_at(seen["Module", "on_train_batch_end"], accumulate)
             if (who, name) == ("Callback", "on_train_batch_end"):
                 losses.append(float(positional[2]["loss"]))
             seen[who, name] += 1
@@ -406,7 +409,7 @@ def with_accelerator(rank, name, staged, place, accumulate, file):
         model.register_step_hook(lambda record: record.report.late_ranks and late.append(record.report.step))
     for x, y in loader:
         seen["before"] += 1
-        gather_at(seen["behind"])
+        gather_at(seen["behind"], 2)
         with accelerator.accumulate(model):
             seen["in the block"] += 1
             accelerator.backward(model(x, y)["loss"])
