@@ -37,6 +37,7 @@ def test_public_names_are_pinned():
         "LastMerged",
         "LastOwn",
         "LateHandling",
+        "LateLoader",
         "MembersReport",
         "Merge",
         "MicroBatches",
