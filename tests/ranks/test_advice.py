@@ -311,7 +311,7 @@ def run_cases(rank, name):
     return follow(rank, globals()[name])
 
 
-@pytest.mark.parametrize("name", ["MODULES", "DDP"])
+@pytest.mark.parametrize("name", ["MODULES", pytest.param("DDP", marks=pytest.mark.slow)])
 def test_advice_on_what_is_wrapped_can_be_followed(name):
     check(*run_ranks(run_cases, 2, name))
 
