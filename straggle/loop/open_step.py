@@ -275,6 +275,7 @@ class OpenStep(PassWatcher):
     def release(self, error: DeadlineReached) -> None:
         """A pass was left late, and the step goes on: free what the pass holds."""
         self.settle()
+        self._source.step_over(left=True)
         release_graph(error, self._outputs)
         self._outputs.clear()
 

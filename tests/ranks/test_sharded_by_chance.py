@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
@@ -20,7 +20,7 @@ from ranks import digest, run_ranks, staged
 from sharding import mesh_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from straggle import StagedDataParallel
@@ -43,6 +43,9 @@ class Case:
     second: str
     set_to_none: bool
     cut_steps: tuple[int, ...]
+    reduce_dtype: torch.dtype | None
+    in_blocks: bool  # each pass is in a `Step.microbatch` block
+    looks: bool  # the loop calls the model behind the last pass, without gradients
 
 
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -57,6 +60,9 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "second": ("none", "none", "frozen", "frozen and sharded", "staged"),
     "set_to_none": (True, True, False),
     "cut_steps": ((0, 2), (1, 2), (2,)),
+    "reduce_dtype": (None, None, torch.float64),
+    "in_blocks": (False, True),
+    "looks": (False, True),
 }
 NUM_PASSES = {"none": 1, "inside": 3, "microbatches": 2, "blocks": 1}
 
@@ -197,7 +203,8 @@ def call(case: Case, net: nn.Module, x: Tensor) -> Tensor:
 
 
 def shard(case: Case, net: Net, mesh: DeviceMesh) -> Net:
-    options = {"mesh": mesh, "reshard_after_forward": case.reshard}
+    policy = MixedPrecisionPolicy(reduce_dtype=case.reduce_dtype)
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": case.reshard, "mp_policy": policy}
     parts = (net.enc, net.dec)
     blocks: list[Any] = [fully_shard(block, **options) for part in parts for block in part.blocks]
     for part in parts:
@@ -269,11 +276,15 @@ def run_step(job: Job, number: int, cut: Cut) -> None:
         for cut.running in range(job.num_passes):
             for unit in (unit for model in job.models for unit in outermost(model.module, case)):
                 unit.set_requires_gradient_sync(case.accumulation != "inside" or cut.running == last)
-            if not run_pass(job, number, cut.running):
-                return
+            with steps[0].microbatch() if case.in_blocks and len(steps) == 1 else nullcontext():
+                if not run_pass(job, number, cut.running):
+                    return
         cut.running = job.num_passes
         with suppress(Failed):
             place(None)
+        if case.looks and not steps[0].late:
+            with torch.no_grad():
+                job.loss(job.models, job.judge[0], number, job.rank, 0)
 
 
 def run_pass(job: Job, number: int, micro: int) -> bool:
@@ -384,13 +395,17 @@ def train(case: Case, rank: int, mesh: DeviceMesh) -> tuple[list[str], list[str]
             kept = [shards_of(model) for model in job.models] if judges else []
             cut = Cut(at if number in case.cut_steps else -1, case.backward, only_units(case))
             run_step(job, number, cut)
-            for model in job.models:
-                if whole := [name for name, own in model.module.named_parameters() if not isinstance(own, DTensor)]:
+            sharded = [model.module for model in job.models]
+            if case.second == "frozen and sharded" and not case.looks:
+                sharded.append(job.judge[0])
+            for net in sharded:
+                if whole := [name for name, own in net.named_parameters() if not isinstance(own, DTensor)]:
                     return [*wrong, f"step {number}: {whole} are whole"], hashes
+            for model in job.models:
                 hashes.append(digest([None if g is None else g.to_local() for g in gradients_of(model)]))
             if judges:
                 wrong += [f"step {number}: {one}" for one in differing(job, number, kept, cut)]
-            if case.accumulation != "blocks" or number % 2:
+            if case.accumulation != "blocks" or number % 2 == 0:
                 end_of_step(job, optimizers, judges)
     return wrong, hashes
 

@@ -37,7 +37,7 @@ class Failed(Exception):
 
 
 @contextmanager
-def stopping(net: nn.Module, rank: int, stop: Stop, step: Step, micro: int) -> Iterator[None]:
+def stopping(net: nn.Module, rank: int, stop: Stop, step: Step | None, micro: int) -> Iterator[None]:
     """In this block, the rank's step is stopped or fails at this place."""
 
     def act(*_args: object) -> None:
@@ -268,3 +268,96 @@ def with_an_estimator(rank: int) -> list[float]:
 
 def test_late_replica_gives_estimates_of_its_shards() -> None:
     assert max(max(gaps) for gaps in run_ranks(with_an_estimator, 4)) < EXACT
+
+
+def kept_for_later(model: StagedDataParallel, both: Pair, rank: int) -> None:
+    """FSDP keeps the gradients of the only pass of a block."""
+    both.net.set_requires_gradient_sync(False)
+    one_step(model, both, rank, 1, 1, None)
+
+
+def kept_in_part(model: StagedDataParallel, both: Pair, rank: int) -> None:
+    """One unit keeps those of the last pass."""
+    both.net.blocks[1].set_requires_gradient_sync(False)  # type: ignore[union-attr, index]
+    one_step(model, both, rank, 1, 1, None)
+
+
+def caught_behind_a_pass(model: StagedDataParallel, both: Pair, rank: int) -> None:
+    """The second of three passes that FSDP accumulates fails in backward, and the loop goes on with the third."""
+    with model.step() as step:
+        for micro in range(3):
+            both.net.set_requires_gradient_sync(micro == 2)  # type: ignore[operator]
+            with suppress(Failed), stopping(both.net, rank, Stop(2, True, 1, fails=True), step, micro):
+                model(batch(1, rank)).square().mean().backward()
+
+
+REFUSED: dict[Callable[[StagedDataParallel, Pair, int], None], str] = {
+    kept_for_later: "set_requires_gradient_sync(False)), and the step ends: it can be merged only if the last backward",
+    kept_in_part: "FSDP keeps the gradient of parameter blocks.1.up.weight for a later pass",
+    caught_behind_a_pass: "an error was caught in a backward pass inside of `with model.step()` while FSDP keeps",
+}
+
+
+def refused(rank: int, way: int) -> str:
+    both = pair()
+    with staged(both.net, mesh=both.mesh["dp_replicate"]) as model:
+        one_step(model, both, rank, 0, 1, None)
+        with pytest.raises(RuntimeError) as error:
+            [*REFUSED][way](model, both, rank)
+    return str(error.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", range(len(REFUSED)))
+def test_gradients_inside_of_fsdp_that_no_step_can_merge_are_refused(way: int) -> None:
+    for said in run_ranks(refused, 4, way):
+        assert [*REFUSED.values()][way] in said
+
+
+def setting_back(rank: int, place: Stop) -> list[tuple[set[float], float]]:
+    """The second of three blocks lets FSDP keep the gradients of a first pass, and says when that is over.
+
+    Replica 1 is cut in that pass. The others know nothing of such settings.
+    """
+    both, results = pair(partial(Blocks, DEPTH)), []
+    with staged(both.net, mesh=both.mesh["dp_replicate"]) as model:
+        for number in range(3):
+            if number != 1:
+                one_step(model, both, rank, number, 1, None)
+            else:
+                with model.step() as step:
+                    both.net.set_requires_gradient_sync(False)  # type: ignore[operator]
+                    with stopping(both.net, rank, place, step, 0):
+                        model(batch(number, rank)).square().mean().backward()
+                    both.net.set_requires_gradient_sync(True)  # type: ignore[operator]
+                    model(batch(number, 10 + rank)).square().mean().backward()
+            weights, gap = weights_of_replica1(both, number, 1 + (number == 1))
+            results.append((set(weights.values()), gap))
+            model.zero_grad()
+    return results
+
+
+def failing_between_steps(rank: int) -> list[float]:
+    """Replica 1 catches an error in the model's evaluation, before the first step and behind a step."""
+    both, gaps = pair(), []
+    with staged(both.net, mesh=both.mesh["dp_replicate"]) as model:
+        for number in range(3):
+            for grad in (False, True):
+                failing = stopping(both.net, rank, Stop(1, False, fails=True), None, 0)
+                with suppress(Failed), torch.set_grad_enabled(grad), failing:
+                    model(batch(7, rank))
+            one_step(model, both, rank, number, 1, None)
+            gaps.append(weights_of_replica1(both, number, 1)[1])
+            model.zero_grad()
+    return gaps
+
+
+def test_step_that_is_cut_has_the_settings_of_fsdp_that_it_began_with() -> None:
+    for results in run_ranks(setting_back, 4, Stop(1, False)):
+        assert [weights for weights, _ in results] == [{1.0}, {0.0}, {1.0}]
+        assert max(gap for _, gap in results) < EXACT
+
+
+@pytest.mark.slow
+def test_pass_that_failed_between_two_steps_is_forgotten() -> None:
+    assert max(max(gaps) for gaps in run_ranks(failing_between_steps, 4)) < EXACT
