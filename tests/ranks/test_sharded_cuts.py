@@ -361,3 +361,44 @@ def test_step_that_is_cut_has_the_settings_of_fsdp_that_it_began_with() -> None:
 @pytest.mark.slow
 def test_pass_that_failed_between_two_steps_is_forgotten() -> None:
     assert max(max(gaps) for gaps in run_ranks(failing_between_steps, 4)) < EXACT
+
+
+LATER = Stop(2, True, 1)
+
+
+def later_passes(rank: int) -> tuple[list[int], float]:
+    """Late in backward of the second of three micro-batches that FSDP accumulates, by ``model.module``.
+
+    How many blocks have run in each, and the gap of the next step.
+    """
+    both, run = pair(partial(Blocks, DEPTH)), [0, 0, 0]
+    with staged(both.net, mesh=both.mesh["dp_replicate"]) as model:
+        one_step(model, both, rank, 0, 1, None)
+        model.zero_grad()
+        with model.step() as step:
+            for micro in range(3):
+                both.net.set_requires_gradient_sync(micro == 2)  # type: ignore[operator]
+                with step.microbatch(), counted(both.net, run, micro), stopping(both.net, rank, LATER, step, micro):
+                    both.net(batch(1, rank)).square().mean().backward()
+        model.zero_grad()
+        one_step(model, both, rank, 2, 1, None)
+    return run, weights_of_replica1(both, 2, 1)[1]
+
+
+@contextmanager
+def counted(net: nn.Module, run: list[int], micro: int) -> Iterator[None]:
+    def count(*_args: object) -> None:
+        run[micro] += 1
+
+    handles = [block.up.register_forward_hook(count) for block in net.blocks]  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def test_micro_batches_behind_a_late_one_begin_no_unit_and_leave_nothing() -> None:
+    for rank, (run, gap) in enumerate(run_ranks(later_passes, 4)):
+        assert run == ([DEPTH] * 3 if rank < 2 else [DEPTH, DEPTH, 0])
+        assert gap < EXACT
