@@ -70,7 +70,7 @@ class Job:
 
     def logs(self):
         """What each rank's processes said, by name of the file."""
-        return {path.name: path.read_text() for path in sorted((self.folder / "logs").glob("*"))}
+        return {path.name: path.read_text() for path in sorted((self.folder / "logs").rglob("*.log"))}
 
     def wait(self, limit_s=300):
         """The job's status; it is ended after ``limit_s``."""

@@ -193,7 +193,7 @@ class Soak:
         if time.time() - self._rotated_at < ROTATE_S:
             return
         self._rotated_at = time.time()
-        for path in (self.job.folder / "logs").glob("*.log"):
+        for path in (self.job.folder / "logs").rglob("*.log"):
             if path.stat().st_size > ROTATE_BYTES:
                 self.unexplained += unexplained(path.name, path.read_text())
                 os.truncate(path, 0)

@@ -110,9 +110,8 @@ def loading(rank: int, folder: Path, sharded: bool) -> None:
         Checkpoint(folder).load(model, torch.optim.AdamW(model.parameters(), lr=0.01))
 
 
-def test_checkpoint_that_is_damaged_or_of_another_kind_of_model_is_refused(
-    tmp_path: Path,
-) -> None:
+@pytest.mark.slow
+def test_checkpoint_that_is_damaged_or_of_another_kind_of_model_is_refused(tmp_path: Path) -> None:
     run_ranks(of_the_command, 4, 4, 2, tmp_path, True)
     ends = run_ranks(loading, 4, tmp_path, False, outcomes=True)
     assert all("is of a model that is sharded over several ranks, and this run's is one" in end.message for end in ends)
