@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
+from straggle.backward.loop_hooks import CallBracket
 from straggle.links.job_pings import JobPings
 from straggle.loop.drops import DropLog, Names
 from straggle.loop.hook_registers import HookRegisters
@@ -269,7 +270,7 @@ def _members_changed(reference: weakref.ref[MembersHooks], stuck: StuckWatch, re
         hooks.changed(report)
 
 
-def _close(parts: ModelParts, handles: Sequence[RemovableHandle], drops: DropLog | None) -> None:
+def _close(parts: ModelParts, handles: Sequence[RemovableHandle | CallBracket], drops: DropLog | None) -> None:
     if drops is not None:
         drops.close()
     for phase in parts.wings.close:

@@ -12,13 +12,17 @@ from typing import Any, Literal, get_args
 
 from straggle.schema import Metric, described, number
 
-Phase = Literal["outside", "optimizer", "data", "forward", "backward"]
+Phase = Literal["outside", "optimizer", "loop_end", "collective", "data", "forward", "backward"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-Cause = Literal["outside", "optimizer", "data", "forward", "backward", "error", "skipped", "members"]
+Cause = Literal[
+    "outside", "optimizer", "loop_end", "collective", "data", "forward", "backward", "error", "skipped", "members"
+]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 CAUSE_WORDS: Mapping[Cause, str] = {
     "outside": "between steps",
     "optimizer": "in the optimizer",
+    "loop_end": "at the loop's end",
+    "collective": "in a collective of its own",
     "data": "loading data",
     "forward": "in forward",
     "backward": "in backward",
@@ -120,11 +124,25 @@ class RankReport(RankNumbers):
 
     rank: int = field(metadata=number("number", stable=True))
     outside_s: float = field(
-        default=math.nan, metadata=number("seconds between two steps, for clipping, evaluation or checkpoints")
+        default=math.nan,
+        metadata=number("seconds between backward and the optimizer's step (clipping), and in evaluations"),
     )
     optimizer_s: float = field(default=0.0, metadata=number("seconds in the optimizer's step"))
+    loop_end_s: float = field(
+        default=0.0,
+        metadata=number(
+            "seconds from the optimizer's step until the `DataLoader` is asked for the next batch (logging, saving)"
+        ),
+    )
+    collective_s: float = field(
+        default=0.0, metadata=number("seconds that it waited in collectives of the loop's own between two steps")
+    )
     data_s: float = field(
-        default=math.nan, metadata=number("seconds from the end of the optimizer's step to the first forward pass")
+        default=math.nan,
+        metadata=number(
+            "seconds in which the `DataLoader` fetched a batch, and from then to the first forward pass; for another "
+            "loader, all from the end of the optimizer's step on"
+        ),
     )
     forward_s: float = field(default=math.nan, metadata=number("seconds in forward passes"))
     backward_s: float = field(default=math.nan, metadata=number("seconds in backward passes"))
@@ -149,9 +167,9 @@ class RankReport(RankNumbers):
     cause: Cause | None = field(
         default=None,
         metadata=described(
-            "what a late rank was doing: `outside`, `optimizer`, `data`, `forward` or `backward`. If a rank was not "
-            "late and lacks gradients: `error` (a backward pass ended in an error that the loop caught), `skipped` "
-            "(the block was left without a backward pass) or `members` (a merge was lost when another rank left)",
+            "what a late rank was doing: one of the phases, from `outside` to `backward`. If a rank was not late and "
+            "lacks gradients: `error` (a backward pass ended in an error that the loop caught), `skipped` (the block "
+            "was left without a backward pass) or `members` (a merge was lost when another rank left)",
             stable=True,
         ),
     )
@@ -225,7 +243,7 @@ class StepReport:
 
     Each field's text is in its declaration. If ``skipped``, no parameter has a gradient now (on a device with a queue:
     all were zeros). ``different_ranks``: in a tie, those that differ from the lowest rank. ``network_s`` and a rank's
-    own times (outside, optimizer, data, forward, backward, wait) add up to ``seconds``. If a model is sharded over
+    own times (the phases, and wait) add up to ``seconds``. If a model is sharded over
     several ranks, ``ranks`` are the replicas, with the numbers of those ranks that hold the same shards as this one.
     """
 

@@ -31,6 +31,7 @@ _PLACES: Mapping[str, str] = {
     **PLACES,
     "pauses": "in pauses of its process (garbage collection, or stopped from outside)",
 }
+_GAP = "between the optimizer's step and the next pass (loading, by what is no DataLoader, or the loop's end)"
 _STEADY = 0.5  # of its steps: a rank is persistently slow, not just sometimes
 _CONFIG = "config.yaml"  # that `straggle train` leaves
 _NAMED = 0.005  # of a step, from which on a phase of it is named
@@ -183,7 +184,7 @@ def _about(rank: SlowRank, timings: Timings) -> str:
     if rank.until is not None:
         begin = int(timings.step[0]) if rank.since is None else rank.since
         when = f"from step {begin} to step {rank.until - 1}"
-    where = ", ".join(f"{min(1.0, rank.phases[phase]):.0%} {_PLACES[phase]}" for phase in rank.named)
+    where = ", ".join(f"{min(1.0, rank.phases[phase]):.0%} {_place(phase, timings)}" for phase in rank.named)
     return (
         f"Rank {rank.rank} is {manner}, {when}, in {rank.steady:.0%} of these steps: then it takes {rank.times:.2f} "
         f"times as long as the others, {ms(rank.excess_s)} more. Of that, {where}. The job takes "
@@ -191,11 +192,16 @@ def _about(rank: SlowRank, timings: Timings) -> str:
     )
 
 
+def _place(phase: str, timings: Timings) -> str:
+    """The phase in words."""
+    return _GAP if phase == "data" and not timings.knows_loader else _PLACES[phase]
+
+
 def _of_one(timings: Timings) -> str:
     """Where the time of a job of one process goes."""
     own_s, step_s = timings.own_s.mean(), timings.seconds.mean()
     shares = sorted(((float(values.mean() / step_s), phase) for phase, values in timings.phases.items()), reverse=True)
-    where = ", ".join(f"{share:.0%} {_PLACES[phase]}" for share, phase in shares if share >= _NAMED)
+    where = ", ".join(f"{share:.0%} {_place(phase, timings)}" for share, phase in shares if share >= _NAMED)
     return (
         f"{timings.source}: {timings.num_steps} steps of one rank, which waits for no other, from step "
         f"{int(timings.step[0])} on. A step took {ms(step_s)} on average and {ms(timings.seconds.max())} at most, of "

@@ -28,6 +28,8 @@ from straggle.policies.untruncated import untruncated_stages
 from straggle.report import PHASES, StepReport
 
 LEAST_STEPS = 10
+OWN: tuple[str, ...] = tuple(phase for phase in PHASES if phase != "collective")  # phases of a rank's own work
+_OF_STEPS = ("step", "seconds", "network_s", "collective_s", "entered_s", "unit_s")
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class Timings:
 
     ``step``, ``seconds`` and ``network_s`` have the shape (steps,): the number, the entire step, and what was left of
     it after the slowest rank's own work. ``phases`` of shape (steps, ranks) sum up to a rank's own work between two
-    merges; ``pauses`` are not in the other phases. ``entered_s`` is when in that time the rank entered the step.
+    merges; ``pauses`` are not in the other phases. ``collective_s``, (steps, ranks), is beside them: waiting in
+    collectives of the loop's own. ``entered_s`` is when in that time the rank entered the step.
     ``unit_s``, of shape (steps, ranks, units), is when each unit of its gradients was done, from then on.
     ``unit_share``, of the same shape, is the unit's share of the gradients. Stages are the last units; ``stage_share``
     is each stage's share of the model. ``slow_links`` are those of the entire run. ``pulled``: the ranks drew the
@@ -51,6 +54,7 @@ class Timings:
     seconds: Array
     network_s: Array
     phases: Mapping[str, Array]
+    collective_s: Array
     entered_s: Array
     unit_s: Array
     unit_share: Array
@@ -61,6 +65,11 @@ class Timings:
     job: str = "DDP"
     replica_ranks: int = 1
     unknown: tuple[str, ...] = ()
+
+    @property
+    def knows_loader(self) -> bool:
+        """Whether loading is told from the rest of what the loop does after the optimizer's step."""
+        return bool(self.phases["loop_end"].any())
 
     @property
     def is_predictable(self) -> bool:
@@ -89,7 +98,7 @@ class Timings:
 
     def select(self, steps: Array | slice) -> Timings:
         """Some of the steps, by position or as flags."""
-        rows = {name: getattr(self, name)[steps] for name in ("step", "seconds", "network_s", "entered_s", "unit_s")}
+        rows = {name: getattr(self, name)[steps] for name in _OF_STEPS}
         phases = {name: seconds[steps] for name, seconds in self.phases.items()}
         return replace(self, phases=phases, unit_share=self.unit_share[steps], **rows)
 
@@ -143,9 +152,13 @@ def _from_watch(folder: Path, files: list[Path]) -> Timings:
         raise ValueError(f"{folder}: there is no step yet that all ranks have made")
     column = {
         name: np.array([[line[name] for line in own[:steps]] for own in lines], dtype=float).T
-        for name in ("seconds", "wait_s", "compute_s", *(f"{phase}_s" for phase in PHASES))
+        for name in ("seconds", "wait_s", "compute_s")
     }
-    phases: dict[str, Array] = {phase: column[f"{phase}_s"] for phase in PHASES}
+    times: dict[str, Array] = {
+        phase: np.array([[line.get(f"{phase}_s", 0.0) for line in own[:steps]] for own in lines], dtype=float).T
+        for phase in PHASES
+    }
+    phases: dict[str, Array] = {phase: times[phase] for phase in OWN}
     pauses = np.zeros_like(column["seconds"])
     for phase in phases:
         paused = [[sum(line["pauses"].get(phase, {}).values()) for line in own[:steps]] for own in lines]
@@ -164,6 +177,7 @@ def _from_watch(folder: Path, files: list[Path]) -> Timings:
         seconds=seconds,
         network_s=np.maximum(0.0, seconds - own_s.max(axis=1)),
         phases=phases,
+        collective_s=times["collective"],
         entered_s=np.maximum(0.0, own_s - column["compute_s"]),
         unit_s=unit_s,
         unit_share=unit_share,
@@ -265,6 +279,7 @@ def _of_reports(path: Path, reports: list[StepReport]) -> Timings:
         seconds=seconds,
         network_s=network_s,
         phases=phases,
+        collective_s=np.nan_to_num(of["collective_s"]),
         entered_s=entered_s,
         unit_s=unit_s,
         unit_share=unit_share,
@@ -299,17 +314,18 @@ def _whole_phases(
     A rank that was stood in for in several steps was stuck in one piece, which counts where it began, in what the rank
     was doing.
     """
-    phases: dict[str, Array] = {name: np.nan_to_num(of[f"{name}_s"]) for name in PHASES}
+    phases: dict[str, Array] = {name: np.nan_to_num(of[f"{name}_s"]) for name in OWN}
     busy_s = np.asarray(sum(phases.values()))
     network_s = np.maximum(0.0, seconds - busy_s.max(axis=1))
     typical = {name: np.median(values, axis=1) for name, values in phases.items()}
     for rank in range(busy_s.shape[1]):
         stuck_since: int | None = None
         for step in np.flatnonzero(of["late"][:, rank] == 1):
-            cause = reports[step].ranks[rank].cause or "backward"
+            cause = reports[step].ranks[rank].cause
+            cause = cause if cause in phases else "backward"
             if of["stood_in"][step, rank] == 1 and stuck_since is not None and of["stood_in"][step - 1, rank] == 1:
                 phases[cause][stuck_since, rank] += busy_s[step, rank]
-                for name in PHASES:
+                for name in OWN:
                     phases[name][step, rank] = typical[name][step]
                 continue
             stuck_since = int(step) if of["stood_in"][step, rank] == 1 else None

@@ -26,17 +26,49 @@ class Stopwatch:
         self._seconds: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
         self.last_gradient_at = self._since
         self.phase: Phase = "outside"
+        self._knows_loader = False  # that loads by `load`; if not, what the loop does before a forward pass is loading
 
     def enter(self, phase: Phase) -> None:
         """End the running phase and start another."""
         now = self.now()
-        if self.phase == "backward" and phase != "backward":
-            # the pass ended with its last gradient; after that the loop fetched data
+        if self.phase == "backward" and phase not in ("backward", "collective"):
+            # the pass ended with its last gradient
             until = max(self._since, self.last_gradient_at)
             self._seconds["backward"] += until - self._since
-            self._since, self.phase = until, "data"
+            is_loading = phase == "forward" and not self._knows_loader
+            self._since, self.phase = until, "data" if is_loading else "outside"
         self._seconds[self.phase] += max(0.0, now - self._since)
         self._since, self.phase = max(self._since, now), phase
+
+    def pass_over(self) -> None:
+        """The step's passes are over, and what the loop does in its block after the last gradient is none of them."""
+        if self.phase == "backward":
+            self.enter("outside")
+
+    def stepped(self) -> None:
+        """The optimizer's step is over."""
+        self.enter("loop_end" if self._knows_loader else "data")
+
+    def load(self, call: Callable[[], Any]) -> Any:
+        """Load a batch by this call; after it the loop prepares that batch, if its passes come next."""
+        before, self._knows_loader = self.phase, True
+        self.enter("data")
+        then: Phase = "loop_end" if before == "data" else before
+        try:
+            batch = call()
+            then = "data" if before in ("data", "loop_end") else before
+            return batch
+        finally:
+            self.enter(then)
+
+    def collective(self, call: Callable[[], Any]) -> Any:
+        """Wait for a collective of the loop's own by this call."""
+        before = self.phase
+        self.enter("collective")
+        try:
+            return call()
+        finally:
+            self.enter(before)
 
     @property
     def moved_at(self) -> float:

@@ -233,6 +233,8 @@ class OpenStep(PassWatcher):
                 self._coordinator.fail(error)
                 return None
             failed = self.failed
+            if not (truncated or failed) and self._vote is None:  # a replica's ranks reduce behind the last gradient
+                self.stopwatch.pass_over()
             self._take_by_hand(is_cut=truncated or failed)
             if self._device_clock is not None:
                 self._device_clock.left()
@@ -268,7 +270,7 @@ class OpenStep(PassWatcher):
             self.stopwatch.enter("optimizer")
             self._optimizing.finish()
             self._optimizing = None  # lets go of the optimizer and the gradients
-            self.stopwatch.enter("data")
+            self.stopwatch.stepped()
         self._kept = _NOTHING_KEPT  # lets go of what was there before
         return merged
 

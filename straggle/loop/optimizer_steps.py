@@ -1,4 +1,4 @@
-"""What the optimizers of a wrapped model do: how often they step, and which steps are refused."""
+"""What the optimizers of a wrapped model do: how often they step, which are refused, and what the loop does then."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from straggle.backward.loop_hooks import CallBracket, around_collectives, around_loads
 from straggle.backward.optimizer_hooks import around_steps, stepped_by_scaler
 from straggle.loop.open_step import OpenStep
 from straggle.merge.checks import STEPPED_ALREADY
@@ -25,7 +26,7 @@ class OptimizerSteps:
         self.stepped: weakref.ref[Optimizer] | None = None
         self._parameters, self._opened, self._drops_nonfinite = parameters, opened, drops_nonfinite
         self._told: weakref.ref[Optimizer] | None = None  # which optimizer has that number, by `skip`
-        self.handles: list[RemovableHandle] = []
+        self.handles: list[RemovableHandle | CallBracket] = []
         self.watch()
 
     def watch(self) -> None:
@@ -86,7 +87,7 @@ class OptimizerSteps:
 
 def _watch(
     parameters: Sequence[nn.Parameter], reference: weakref.ref[OptimizerSteps], opened: OpenStep
-) -> list[RemovableHandle]:
+) -> list[RemovableHandle | CallBracket]:
     """Hooks that keep neither the model nor what counts for it."""
     watched, stopwatch = weakref.ref(opened), opened.stopwatch
 
@@ -100,8 +101,12 @@ def _watch(
     def after(_optimizer: Optimizer) -> None:
         if (current := watched()) is not None and current.optimizing:
             return  # a part of a step
-        stopwatch.enter("data")
+        stopwatch.stepped()
         if (steps := reference()) is not None:
             steps.stepped_by_loop()
 
-    return around_steps(parameters, before, after)
+    return [
+        *around_steps(parameters, before, after),
+        *around_loads(stopwatch.load),
+        *around_collectives(stopwatch.collective),
+    ]

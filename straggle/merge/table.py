@@ -34,7 +34,8 @@ from straggle.report import CAUSES
 from straggle.source.kept import UNDECIDED
 
 _SKIPPED = CAUSES.index("skipped")
-_BETWEEN = tuple(map(CAUSES.index, ("outside", "optimizer", "data")))  # phases that a loop has between two steps
+# phases that a loop has between two steps
+_BETWEEN = tuple(map(CAUSES.index, ("outside", "optimizer", "loop_end", "collective", "data")))
 
 
 @lru_cache(maxsize=64)

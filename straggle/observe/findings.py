@@ -26,8 +26,10 @@ _LESS_TO_DO = "Give it less to do (straggle.DealtLoader, rebalance=by_speed), lo
 IN_A_ROW = 3  # steps that a rank was stood in for
 WAITING = 0.2  # share of a step that ranks stand idle, above which that is worth a sentence
 PLACES = {
-    "outside": "outside of data, passes and the optimizer (evaluation, checkpoints, clipping)",
+    "outside": "between backward and the optimizer's step, or in an evaluation",
     "optimizer": "in the optimizer",
+    "loop_end": "at the loop's end, after the optimizer's step (logging, saving)",
+    "collective": "in a collective of the loop's own",
     "data": "while it loaded data",
     "forward": "in the forward pass",
     "backward": "in the backward pass",

@@ -157,7 +157,7 @@ def _of_ddp(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
         links = links_of_lines(lines)
         ranks = [
             {
-                **{name: line[name] for name in _OF_DDP},
+                **{name: line[name] for name in _OF_DDP if name in line},
                 **asdict(link),
                 "rank": head["rank"],
                 "wait_s": line["wait_s"] - network_s,

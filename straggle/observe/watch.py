@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from straggle.backward.clocks import moment
 from straggle.backward.hooks import ModuleHook
+from straggle.backward.loop_hooks import around_collectives, around_loads
 from straggle.backward.optimizer_hooks import around_steps
 from straggle.backward.stages import StagePlan, plan_stages, trainable
 from straggle.observe.watch_file import ALL, FOLDER, WatchFile
@@ -110,6 +111,8 @@ class _Watched:
         self._handles = [
             *_around_passes(model, job.module, self.recorder),
             *around_steps(parameters, self.recorder.optimizer_begins, self.recorder.optimizer_ends),
+            *around_loads(self.recorder.load),
+            *around_collectives(self.recorder.collective),
         ]
         if self._sharded:
             self._named = []

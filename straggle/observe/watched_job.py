@@ -15,19 +15,12 @@ from straggle.backward.stages import trainable
 from straggle.parallel import StagedDataParallel
 
 DATA_PARALLEL = ("DDP", "loop")  # kinds in which each rank has a model by itself
-_LOOP = (
-    "What comes between a backward pass and the optimizer's step counts as waiting for the merge, as clipping does; "
-    "ranks that wait for one another elsewhere seem to work there."
-)
+_LOOP = "What comes between a backward pass and the optimizer's step counts as waiting for the merge, as clipping does."
 _SHARDED = (
     "Ranks wait for one another inside of the passes, one rank here and another there: a step takes longer than any "
     "rank's own work, and what a deadline would be worth is not known. In evaluations waiting seems to be work."
 )
-_GROUP = (
-    "Ranks are counted within their process group here: they are ranks {} of the job. Waiting for the other ranks of "
-    "the job seems to be work."
-)
-_OWN_CALLS = "Waiting in collectives that the program calls itself seems to be work."
+_GROUP = "Ranks are counted within their process group here: they are ranks {} of the job."
 
 
 @dataclass(frozen=True)
@@ -74,7 +67,7 @@ def job_of(model: Any) -> Job:
     covered = max(own.device_mesh.size() for own in meshes)
     merge, unknown = ("outside", ()) if covered == world_size else ("wait", (_LOOP,))
     kind = "FSDP2" if units_of(module) else "tensor parallel"
-    unknown = (_SHARDED, *unknown, *(() if unknown else (_OWN_CALLS,)))
+    unknown = (_SHARDED, *unknown)
     return Job(kind, module, rank, world_size, merge, max(map(_num_shards, meshes)), unknown)
 
 

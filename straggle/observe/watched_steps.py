@@ -55,7 +55,7 @@ class Recorder:
         self._phases: dict[str, list[tuple[Any, Any]]] = {}
         self._began: Any = None
         self._microbatches: list[Any] = []
-        self._in_pass = self._synced = False
+        self._in_pass = self._synced = self._knows_loader = False
         self.ends = StageEnds(now)
         self._detector = PauseDetector()
         self._detector.start()
@@ -82,7 +82,7 @@ class Recorder:
             self._evaluation()
             return
         self._in_pass = False
-        self._was("data")
+        self._was("outside" if self._knows_loader else "data")
         self._mark("forward")
         if self._began is None:
             self._began = self._since
@@ -122,7 +122,7 @@ class Recorder:
         if self._merge != "pass":
             self._mark(_BETWEEN)
         else:
-            self._mark("wait" if self._synced else "data")
+            self._mark("wait" if self._synced else "outside" if self._knows_loader else "data")
         self._microbatches.append(self._since)
         if self.phase == "wait":
             _queue_callback(self._merged)  # after DDP's
@@ -139,17 +139,43 @@ class Recorder:
             self._was(self._merge)
             self._mark("optimizer")
             self._end_step()
-        elif self.phase in ("outside", "optimizer"):
+        elif self._began is None:
             self._mark("optimizer")
 
     def optimizer_ends(self, _optimizer: Optimizer) -> None:
-        """What comes now is loading, if a forward pass is next."""
+        """What comes now is the end of the loop until it loads; if no loader is known, all is loading."""
+        then = "loop_end" if self._knows_loader else "data"
         if self._merge != "pass" and self._microbatches:  # the passes were in a closure
             self._was(self._merge)
-            self._mark("data")
+            self._mark(then)
             self._end_step()
-        elif self.phase in ("outside", "optimizer"):
-            self._mark("data")
+        elif self._began is None:
+            self._mark(then)
+
+    # -- what the loop does between
+
+    def load(self, call: Callable[[], Any]) -> Any:
+        """Load a batch by this call; after it the loop prepares that batch, if its passes come next."""
+        before, self._knows_loader = self.phase, True
+        self._mark("data")
+        then = "loop_end" if before == "data" else before
+        try:
+            batch = call()
+            then = "data" if before in ("data", "loop_end") else before
+            return batch
+        finally:
+            self._mark(then)
+
+    def collective(self, call: Callable[[], Any]) -> Any:
+        """Wait by this call for a collective of the loop's own; not if it may be the merge."""
+        before = self.phase
+        if before in ("wait", "collective") or (before == _BETWEEN and self._merge == "wait"):
+            return call()
+        self._mark("collective")
+        try:
+            return call()
+        finally:
+            self._mark(before)
 
     def wait(self, call: Callable[[], Any]) -> Any:
         """Do that, in which this rank waits for others."""

@@ -11,7 +11,7 @@ from straggle import RankReport, StageReport, StepReport
 from straggle.observe.trace import TraceWriter
 
 NUM_STAGES, NETWORK_S = 8, 0.01
-USUAL = {"outside": 0.001, "optimizer": 0.004, "data": 0.005, "forward": 0.03, "backward": 0.06}
+USUAL = {"outside": 0.001, "optimizer": 0.004, "loop_end": 1e-9, "data": 0.005, "forward": 0.03, "backward": 0.06}
 
 
 def write_watch(

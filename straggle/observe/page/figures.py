@@ -19,7 +19,13 @@ from straggle.report import PHASES, RankReport, StepReport
 
 BLUE, VERMILLION = "#0072B2", "#D55E00"
 GREY = "#808080"
-PHASE_COLOURS = {"outside": "#CC79A7", "optimizer": "#F0E442", "data": "#E69F00"}
+PHASE_COLOURS = {
+    "outside": "#CC79A7",
+    "optimizer": "#F0E442",
+    "loop_end": "#8C564B",
+    "collective": "#BBBBBB",
+    "data": "#E69F00",
+}
 PHASE_COLOURS |= {"forward": "#56B4E9", "backward": BLUE}
 WAIT_COLOUR, MERGE_COLOUR = "rgba(128,128,128,0.25)", "rgba(128,128,128,0.6)"
 _RUN_COLOURS = (BLUE, VERMILLION)
