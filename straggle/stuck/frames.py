@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-Kind = Literal["stuck", "collective", "inside", "waits"]
+Kind = Literal["stuck", "collective", "inside", "waits", "paused"]
 
 _TEXT_S = 1.0  # the file system of the source may hang, too
 _LONGEST = 100  # characters of a line of code

@@ -22,8 +22,8 @@ _MANY = 8  # ranks that are named one by one
 class RankState:
     """A rank that has been in the same step, or before it, for a while.
 
-    ``kind``: it is stuck in its own code, or in a collective of its own; it ``waits`` for a merge of this model; or it
-    is ``inside`` of straggle for another reason, such as another rank of its replica.
+    ``kind``: it is stuck in its own code, or in a collective of its own; it ``waits`` for a merge of this model; it is
+    ``inside`` of straggle for another reason, such as another rank of its replica; or its loop has said that it pauses.
 
     ``quiet_s``: for how long it has begun no phase and finished no gradient. ``where``: in words. ``line``: function,
     file and line of the user's code. ``lag``: merged steps that it has not taken. ``number``: of reports in a row.
@@ -124,6 +124,16 @@ def silent_words(silent: Sequence[int], waiting: Sequence[int], step: int, secon
     """What is said of ranks that are waited for and do not speak."""
     they = SILENT if len(silent) == 1 else SILENT.replace("it gives", "they give").replace("itself", "themselves")
     return f"{named(waiting)} {_has(waiting)} waited for {named(silent)} in step {step} for {duration(seconds)}; {they}"
+
+
+def paused_words(paused: Mapping[int, RankState], waiting: Sequence[int], step: int, seconds: float) -> str:
+    """What is said of ranks that are waited for and pause."""
+    longest = max(state.busy_s for state in paused.values())
+    ranks = sorted(paused)
+    return (
+        f"{named(waiting)} {_has(waiting)} waited for {named(ranks)} in step {step} for {duration(seconds)}: "
+        f"{'it is' if len(ranks) == 1 else 'they are'} in model.pause(), for {duration(longest)} so far"
+    )
 
 
 def blind_words(seconds: float) -> str:

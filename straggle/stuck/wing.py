@@ -19,8 +19,8 @@ from functools import partial
 
 from straggle.loop.hook_registers import HookRegisters
 from straggle.members.agents import post_silent
-from straggle.merge.channel import LONG_S
 from straggle.merge.last_words import words_under
+from straggle.merge.long_wait import LONG_S
 from straggle.merge.rank_parts import RankParts
 from straggle.merge.store import StoreUnreachable
 from straggle.merge.wing import Wing
@@ -28,7 +28,7 @@ from straggle.report import MembersReport, StuckReport
 from straggle.stuck.collectives import newest_open, own_dump
 from straggle.stuck.debug_server import DebugServer
 from straggle.stuck.frames import Frame, Kind, Place, frames_of_thread, place_of, text_of
-from straggle.stuck.states import SILENT, Finding, RankState, blind_words, duration, finding, silent_words
+from straggle.stuck.states import SILENT, Finding, RankState, blind_words, duration, finding, paused_words, silent_words
 
 _KEY = "stuck"
 _LOOK_S = 1.0
@@ -134,10 +134,14 @@ class StuckWatch(Wing):
             slept_at = time.monotonic()
 
     def _look(self) -> None:
-        state = self._state()
+        state = self._paused() or self._state()
         if state is None or (self._posted and state.step != self._posted_in):  # it has gone on since the last look
             self._goes_on()
         if state is None:
+            return
+        if state.kind == "paused":  # its peers would take its silence for that of a process that is stopped
+            self._posted_in = state.step
+            self._post(replace(state, number=self._posted + 1).as_json())
             return
         place = place_of(frames_of_thread(self._ident))
         if place is None:
@@ -177,6 +181,13 @@ class StuckWatch(Wing):
             return None
         lag = self._rank.lag - int(training.taking)
         return RankState("stuck", training.step, entered_at is not None, busy_s, quiet_s, lag=max(0, lag))
+
+    def _paused(self) -> RankState | None:
+        """The state of a rank whose loop pauses, once that is long."""
+        place, seconds = self._rank.training.place()
+        if place != "paused" or seconds < self._speak_s:
+            return None
+        return RankState("paused", self._rank.training.step, False, seconds, seconds)
 
     def _goes_on(self) -> None:
         if self._posted:
@@ -247,13 +258,19 @@ class StuckWatch(Wing):
         if waits_s < self._limit_s / 2 or self._known:
             return
         states = {**self._states(), self._channel.name: state}
-        names = [name for name in self._channel.named(self._channel.awaited) if name not in states]
+        awaited = self._channel.named(self._channel.awaited)
+        names = [name for name in awaited if name not in states]
         self._silent = {name: self._silent.get(name, now) for name in names}
         silent = [name for name, since in self._silent.items() if now - since >= self._limit_s / 2]
         waiting = sorted(name for name, other in states.items() if other.kind == "waits")
-        if waits_s < self._limit_s or not silent or waiting[0] != self._channel.name:
+        if waits_s < self._limit_s or waiting[0] != self._channel.name:
             return
-        self._known = True
+        paused = {name: states[name] for name in awaited if name in states and states[name].kind == "paused"}
+        self._known = bool(silent or (paused and not names))
+        if not silent:
+            if self._known:
+                _log.info(paused_words(paused, waiting, state.step, waits_s))
+            return
         _log.warning(silent_words(silent, waiting, state.step, waits_s))
         self._ask_agents(silent, f"rank {self._channel.name} has waited for it for {duration(waits_s)}")
         self._begin(StuckReport(silent[0], state.step, False, round(waits_s, 3), SILENT, waiting=tuple(waiting)))
