@@ -418,8 +418,8 @@ class StagedDataParallel(nn.Module):
         """Pause, between two steps and on all ranks: until `resume`, nothing belongs to a step, and no rank is late.
 
         For long work on all ranks or on one, such as an evaluation, a checkpoint, or training another model:
-        ``with model.pause(): ...``. At the end of the block all ranks wait for each other, at most ``give_up_s``. With
-        `Elastic` members each goes on by itself, and is waited for in its next step.
+        ``with model.pause(): ...``. At the end of the block all ranks wait for each other, for as long as one pauses.
+        With `Elastic` members each goes on by itself, and is waited for in its next step.
         """
         if self._in_step():
             raise RuntimeError("pause() comes between two steps, not inside of one")

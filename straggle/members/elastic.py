@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -22,14 +23,15 @@ from straggle.members.agents import Exited, exited
 from straggle.members.in_replica import ALONE, InReplica
 from straggle.members.membership import Membership, new_incarnation
 from straggle.members.view import Elastic, View
-from straggle.merge.channel import Channel, GroupsChanged, LongWait, PeerFailed
+from straggle.merge.channel import Channel, GroupsChanged, PeerFailed
 from straggle.merge.groups import GlooGroup, ProcessGroups, is_of_peer, is_over, let_go
+from straggle.merge.long_wait import LongWait
 from straggle.merge.store import check_answers, connect_all, default_store
 
 _SLICE_S = 0.02
 _MERGE_SLICE_S = 0.1  # each slice that ends before the merge costs 0.2 ms of CPU, for gloo's timeout error
 _FORM_S = 20.0  # for the members of a view to meet
-_OLD_S = 600.0  # after which gloo itself ends launched collectives
+OLD_S = 600.0  # after which gloo itself ends launched collectives: those of a group that is not used any more, too
 _OLD_LOOK_S = 0.1  # between two checks whether they have ended
 _num_models = 0  # elastic models wrapped in this process: it numbers their prefixes in the store
 
@@ -61,6 +63,10 @@ class ElasticChannel(Channel):
         self.closing = False
         super().__init__(None, give_up_s=give_up_s)
 
+    def _time_limit_of(self, parent: dist.ProcessGroup) -> float:
+        """That of this rank's replica, if it has others: the group of all ranks is not used then."""
+        return super()._time_limit_of(parent) if self._of_replica is None else self._of_replica.patience.group_s
+
     def _meet(self, parent: dist.ProcessGroup) -> str:  # noqa: ARG002
         global _num_models
         if self._queued:
@@ -81,7 +87,7 @@ class ElasticChannel(Channel):
             inside=inside,
             incarnation=incarnation,
         )
-        self._until = time.monotonic() + self.give_up_s  # for the first view
+        self._until = time.monotonic() + self.patience.outside_s  # for the first view
         self.meet_members()
         return f"{corner}/shard{inside.shard}" if inside.size > 1 else corner
 
@@ -97,17 +103,16 @@ class ElasticChannel(Channel):
     def meet_members(self) -> None:
         """Meet the ranks of the job, or find that it has begun. A first view that is not formed is given up.
 
-        Raises `PeerFailed` if the ranks have not met within ``give_up_s``.
+        Raises `PeerFailed` if the ranks have not met within the time limit of the process group.
         """
-        membership = self.membership
+        membership, limit = self.membership, self.patience.words("outside")
         try:
-            while not (late := membership.begin(left_s := max(0.0, self._until - time.monotonic()))):
+            while not (late := membership.begin(left_s := max(0.0, self._until - time.monotonic()), limit)):
                 if self.form(membership.view):
                     break
                 if not left_s:
                     raise PeerFailed(
-                        f"rank {self.name}, before step 0: the ranks of the job have not met within "
-                        f"give_up_s={self.give_up_s:g}"
+                        f"rank {self.name}, before step 0: the ranks of the job have not met within {limit}"
                     )
                 membership.annul(membership.view)
         except BaseException:
@@ -160,7 +165,7 @@ class ElasticChannel(Channel):
         def make(name: str) -> None:
             try:
                 with self.membership.connection(f"{corner}/{name}") as store:
-                    made[name] = GlooGroup(store, place, size, limit_s, _OLD_S)
+                    made[name] = GlooGroup(store, place, size, limit_s, OLD_S)
             except (RuntimeError, OSError) as error:
                 self._note_unformed(view, error)
 
@@ -240,7 +245,7 @@ class ElasticChannel(Channel):
         return torch.tensor(json.loads(self._poll(published, "the stages")), dtype=numbers.dtype)
 
     def plan(self) -> tuple[list[float], list[float]]:
-        """What a running job's stages were planned from. Raises `PeerFailed` after ``give_up_s`` without an answer."""
+        """What a running job's stages were planned from. Raises `PeerFailed` if no answer comes."""
         order, seconds = json.loads(self._poll(lambda: self.membership.published("plan"), "the stages"))
         return order, seconds
 
@@ -255,14 +260,14 @@ class ElasticChannel(Channel):
         return name
 
     def _poll(self, find: Callable[[], Found | None], what: str) -> Found:
-        """Call ``find()`` until it finds something; members may change. Raises `PeerFailed` after ``give_up_s``."""
-        until = time.monotonic() + self.give_up_s
+        """Call ``find()`` until it finds something; members may change. Raises `PeerFailed` if that takes too long."""
+        until = time.monotonic() + self.patience.outside_s
         while (found := find()) is None:
             if self.ended is not None:
                 raise self.ended
             self.membership.check_done()
             if time.monotonic() > until:
-                raise PeerFailed(f"rank {self.name}: {what} did not come within give_up_s={self.give_up_s:g}")
+                raise PeerFailed(f"rank {self.name}: {what} did not come within {self.patience.words('outside')}")
             time.sleep(0.01)
         return found
 
@@ -280,9 +285,9 @@ class ElasticChannel(Channel):
                 raise GroupsChanged
 
     def wait(self, work: dist.Work, step: int, what: str, give_up_s: float | None = None, epoch: int = 0) -> None:
-        """Wait for a collective. Raises `GroupsChanged` if the members change, `PeerFailed` after ``give_up_s``."""
-        until = time.monotonic() + (give_up_s or self.give_up_s)
-        broke, long_wait = False, LongWait(self, step, what)
+        """Wait for a collective as the base class does. Raises `GroupsChanged` if the members change."""
+        until = math.inf if give_up_s is None else time.monotonic() + give_up_s
+        broke, long_wait = False, LongWait(self, str(step), what)
         while self.epoch == epoch:
             if self.ended is not None:
                 raise self.ended
@@ -293,7 +298,7 @@ class ElasticChannel(Channel):
                 if not is_of_peer(error):
                     raise self._failed(what, error) from error
                 broke = True
-                self.membership.detector.connection_broke()
+                self.membership.detector.connection_broke(generation=self.generation)
             if broke:
                 time.sleep(_SLICE_S)
             if self._is_annulled(self.membership.view):
@@ -304,7 +309,8 @@ class ElasticChannel(Channel):
                 )
             if time.monotonic() > until:
                 raise PeerFailed(self.explain(what))
-            long_wait.look()
+            if why := long_wait.look():
+                raise PeerFailed(self.explain(what, why=why))
         raise GroupsChanged
 
     @property

@@ -23,6 +23,7 @@ from straggle.merge.store import StoreUnreachable
 _LOOK_S = 0.3  # between two looks at signs of life and the view: several requests each, and a beat is one
 _QUICK_S = 0.5  # the silence that suffices if a connection has just broken
 _BROKEN_S = 3.0  # for how long a broken connection counts as just broken
+_ANEW_S = 5.0  # after which members that are all alive, and one of whose merges has broken, begin anew
 _LOST_S = 10.0  # the silence after which a rank whose replica is out is not waited for by the others of it
 _DEAD_S = 60.0  # silence of all members that have the job's state: longer than most cuts of a link
 
@@ -72,6 +73,7 @@ class FailureDetector:
         self._silence = Silence(_LOOK_S)
         self._steps: dict[int, int] = {}
         self._broken_at, self._replica_broke = -math.inf, False
+        self._broken_in = -1  # in the groups of which view a merge has broken last
         self._lost = False  # the store did not answer
         self._stopping = threading.Event()
         self._wake = threading.Event()
@@ -108,11 +110,14 @@ class FailureDetector:
             self._start()
             self._heartbeat.connect_anew()
 
-    def connection_broke(self, *, of_replica: bool = False) -> None:
+    def connection_broke(self, *, of_replica: bool = False, generation: int = -1) -> None:
         """Suspect silent members sooner: a merge has ended in an error.
 
-        ``of_replica``: a collective inside of this rank's replica has.
+        ``of_replica``: a collective inside of this rank's replica has. ``generation``: the groups of this view are of
+        no more use. If no member is gone, gloo has ended a collective to which one did not come for long, as in a
+        pause: a view with the same members follows.
         """
+        self._broken_in = max(self._broken_in, generation)
         self._broken_at, self._replica_broke = time.monotonic(), self._replica_broke or of_replica
         self._wake.set()
 
@@ -216,10 +221,20 @@ class FailureDetector:
         gone = {**self._leaving_by_link(view.without(gone)), **gone}
         if gone:
             self._chain.propose(store, view, view.without(gone))
+        elif self._broken_in == view.generation and now - self._broken_at >= _ANEW_S:
+            self._begin_anew(store, view)
         if leader(view, self.healing) == self._chain.rank:
             self._joins.hear(store, view, self.kept_out)
         else:
             self._joins.forget()
+
+    def _begin_anew(self, store: Any, view: View) -> None:
+        if self._chain.propose(store, view, view.again()):
+            _log.warning(
+                "generation %d, the same members: all of them live, and a merge of theirs has failed, as after a long "
+                "wait for one of them; what was on its way is merged again",
+                view.generation + 1,
+            )
 
     def _have_state(self, left: View, view: View) -> bool:
         """Whether one of the members that are left has the state; if none, members that were stopped are waited for."""

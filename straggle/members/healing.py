@@ -30,13 +30,16 @@ from straggle.members.view import TOO_FAR_BEHIND, Leaving, View
 from straggle.merge.channel import PeerFailed
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.groups import gloo_group
+from straggle.merge.patience import Heard
 from straggle.merge.rank_parts import RankParts
 from straggle.merge.state.module_state import ModuleState
+from straggle.merge.store import StoreUnreachable
 from straggle.policies.history import History
 from straggle.report import HealingReport
 from straggle.source.source import GradientSource
 
 _SEND_S = 60.0
+_ASK_S = 0.5
 _SAY_S = 10.0  # of waiting after a step, before it is logged
 _MAX_BYTES = 1 << 40
 _PAGE_BYTES = 4096  # the smallest page of a system
@@ -138,20 +141,32 @@ class Healing:
 
     def take_first(self) -> None:
         """Wait for the state before the first step of a rank that comes to a running job, and go on from it."""
-        until = time.monotonic() + self._channel.give_up_s
+        began_at, heard = time.monotonic(), Heard(self._channel.patience.silent_s, time.monotonic)
         self._member.awaits_state = True
         while (arrival := self._arrival) is None or arrival.state is None or not self._was_reached(arrival.view):
             self._rank.check_ended()
             self._member.is_back = True  # also if it was put out because its state did not come
-            if time.monotonic() > until:
+            if why := self._given_up(time.monotonic() - began_at, heard):
                 raise PeerFailed(
                     f"rank {self._channel.name} has asked to be let in, and the members "
-                    f"({self._membership.inside.named(self._membership.view.ranks)}) have not answered within "
-                    f"give_up_s={self._channel.give_up_s:g}"
+                    f"({self._membership.inside.named(self._membership.view.ranks)}) have not answered within {why}"
                 )
             time.sleep(0.005)
         self._take(arrival.view, arrival.state, loaders_too=True)
         self._member.awaits_state = False
+
+    def _given_up(self, waited_s: float, heard: Heard) -> str:
+        """The limit that is over for all members; nothing if one may still be outside of its step, as in a pause."""
+        patience = self._channel.patience
+        if waited_s < patience.give_up_s:
+            return ""
+        time.sleep(_ASK_S)
+        try:
+            places = {rank.place for rank in self._channel.places(self._membership.view.ranks, heard)}
+        except StoreUnreachable:
+            places = set()
+        place = max(places, key=patience.limit_s, default=None)
+        return patience.words(place) if waited_s >= patience.limit_s(place) else ""
 
     def _was_reached(self, view: View) -> bool:
         """Whether the coordinator has reached this view, or is past it; the state may arrive earlier."""

@@ -44,6 +44,6 @@ def _become_alike(channel: ElasticChannel, make_alike: Callable[[Channel], None]
     """Call ``make_alike``; false if a rank was restarted meanwhile, so that the ranks have to meet again."""
     try:
         make_alike(channel)
-        return channel.membership.has_wrapped(channel.give_up_s)
+        return channel.membership.has_wrapped(channel.patience.outside_s, channel.patience.words("outside"))
     except MetAnew:
         return False

@@ -156,10 +156,11 @@ class Membership:
                 view.ranks,
             )
 
-    def begin(self, limit_s: float) -> bool:
+    def begin(self, limit_s: float, limit: str = "") -> bool:
         """Find the job's view, or agree on the first one with all ranks. Returns whether this rank joins a running job.
 
-        Raises `PeerFailed` if not all ranks come within ``limit_s``, or if the job is over before it has begun.
+        Raises `PeerFailed` if not all ranks come within ``limit_s``, in words ``limit``, or if the job is over before
+        it has begun.
         """
         store, until = self.connections.own(), time.monotonic() + limit_s
         arrival = LongArrival(self.inside.rank(self.rank), self._ranks_of(range(self.world_size)))
@@ -176,7 +177,7 @@ class Membership:
             elif time.monotonic() > until:
                 raise PeerFailed(
                     f"{self._own}, before step 0: {self.inside.named(missing)} have not come within "
-                    f"give_up_s={limit_s:g}: "
+                    f"{limit or f'{limit_s:g} s'}: "
                     "each has to wrap the model; one has ended, hangs, or cannot be reached"
                 )
             else:
@@ -189,11 +190,11 @@ class Membership:
         """Give up a first view that has not begun: all its ranks agree on another one."""
         self.chain.annul(self.connections.own(), view)
 
-    def has_wrapped(self, limit_s: float) -> bool:
+    def has_wrapped(self, limit_s: float, limit: str = "") -> bool:
         """This rank has wrapped its model: wait for the others. After that a restarted rank comes to a running job.
 
         False if a rank was restarted before that: the first view was given up. Raises `PeerFailed` if the others have
-        not wrapped theirs within ``limit_s``.
+        not wrapped theirs within ``limit_s``, in words ``limit``.
         """
         view, store, until = self.view, self.connections.own(), time.monotonic() + limit_s
         keys = {rank: f"wrapped/{view.job}/{rank}" for rank in self._ranks_of(view.ranks)}
@@ -210,7 +211,7 @@ class Membership:
             if time.monotonic() > until:
                 raise PeerFailed(
                     f"{self._own}, before step 0: ranks {missing()} have not wrapped the model within "
-                    f"give_up_s={limit_s:g}"
+                    f"{limit or f'{limit_s:g} s'}"
                 )
             time.sleep(0.005)
         self.chain.replace(store, view, replace(view, begun=True))

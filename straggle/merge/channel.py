@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -36,6 +38,7 @@ from straggle.merge.groups import (
     is_over,
     messages_at_a_time,
     succeeds,
+    time_limit_of,
 )
 from straggle.merge.last_words import (
     ENDED,
@@ -50,6 +53,8 @@ from straggle.merge.last_words import (
     report_end,
     words_under,
 )
+from straggle.merge.long_wait import LongWait
+from straggle.merge.patience import Awaited, Heard, Patience, PlaceFor, Sign
 from straggle.merge.store import JobStore, StoreUnreachable, check_answers, connect, default_store, peek, place_of
 from straggle.merge.tensor_bytes import bytes_of, set_bytes
 from straggle.policies.merge_time import MESSAGES_AT_A_TIME
@@ -57,7 +62,9 @@ from straggle.policies.merge_time import MESSAGES_AT_A_TIME
 _SLICE_S = 0.5
 _KEPT_STEPS = 32  # whose words in the store are not removed yet
 _SHORT_S = 0.1  # each wait that ends before its collective costs 0.2 ms of CPU
-LONG_S = 2.0  # after so long in one thing a rank reports what it is doing, or which ranks it waits for
+_MORE_S = 60.0  # by which gloo's own time limit is longer than that of any wait, which has words
+_NEVER_S = 3.2e7  # a year
+_SIGN = "sign"
 
 _log = logging.getLogger(__name__)
 
@@ -79,8 +86,8 @@ class Channel:
     ``rank`` is a place in ``process_group``; in messages ranks have their ``names``, which are those places if none are
     given.
 
-    Raises ``RuntimeError`` if there is no process group, if the job's store does not answer, or if not all ranks come
-    within ``give_up_s``.
+    Raises ``RuntimeError`` if there is no process group, if the job's store does not answer within ``give_up_s``, or if
+    not all ranks come within the time limit of ``process_group``.
     """
 
     groups_change = False
@@ -94,16 +101,17 @@ class Channel:
                 "before StagedDataParallel(model)"
             )
         parent = process_group or dist.group.WORLD
-        self.give_up_s = give_up_s
+        assert parent is not None
+        self.give_up_s, self.patience = give_up_s, Patience(give_up_s, self._time_limit_of(parent))
         self.rank, self.world_size = dist.get_rank(parent), dist.get_world_size(parent)
         self.names = names or range(self.world_size)
         self.epoch = 0  # number of the groups, which never change here
-        self._progress = Progress()
+        self._progress = Progress(in_flight_s=self.patience.outside_s + _MORE_S)
+        self._num_between = 0  # collectives that were no step's
         self._counted: deque[int] = deque()  # steps whose counter this rank began; written by the store's thread
         self._noted: deque[int] = deque()  # those with collectives of the loop's own; as above
         self._queued = backend_of(parent) != "gloo"  # collectives run on the device's own queue, not on the host
         self.own_failure: Callable[[], str | None] = _none  # why peers may have given up, if this rank's device hangs
-        assert parent is not None
         self._gloo_groups: list[Any] = []
         self._job_groups: list[JobGroup] = []  # that torch.distributed knows
         corner = self._meet(parent)
@@ -114,14 +122,18 @@ class Channel:
             who=f"rank {self.name}",
             without="this rank is not late, however slow, and learns of no peer's failure but by its connections",
             watched=(TROUBLE, ENDED),
+            sign=partial(_sign, self._progress, self.rank, count()),
         )
-        leave = partial(leave_groups, self._gloo_groups, self._job_groups, self._progress, give_up_s)
+        leave = partial(leave_groups, self._gloo_groups, self._job_groups, self._progress)
         end = in_this_process(report_end)
         self._finalizer = weakref.finalize(self, end, self.store, self.rank, self.name, self._progress, leave)
 
     @staticmethod  # a bound method would keep this object alive as long as the store's thread
     def _connect(store: Any, corner: str) -> Any:
         return connect(store, corner)
+
+    def _time_limit_of(self, parent: dist.ProcessGroup) -> float:
+        return time_limit_of(parent)
 
     def _meet(self, parent: dist.ProcessGroup) -> str:
         """Form the groups; returns the prefix in the store for these ranks' messages."""
@@ -132,13 +144,15 @@ class Channel:
                 return self._form(ranks, backend_of(parent))
         except RuntimeError as error:
             raise PeerFailed(
-                f"rank {self.name}, before step 0: no process groups of ranks {ranks} within give_up_s="
-                f"{self.give_up_s:g}: each of them has to wrap the model; one has ended, hangs, or cannot be reached, "
-                "or is in another number of process groups than its peers, by which torch names new ones"
+                f"rank {self.name}, before step 0: no process groups of ranks {ranks} within "
+                f"{self.patience.words('outside')}: each of them has to wrap the model; one has ended, hangs, or "
+                "cannot be reached, or is in another number of process groups than its peers, by which torch names "
+                "new ones"
             ) from error
 
     def _form(self, ranks: Sequence[int], backend: str) -> str:
-        timeout = timedelta(seconds=self.give_up_s)
+        limit_s = self.patience.outside_s
+        timeout = timedelta(seconds=limit_s)
         control = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True, group_desc=OWN_GROUP)
         corner, wide = f"straggle/{control.group_name}", None
         if backend == "gloo":
@@ -147,9 +161,10 @@ class Channel:
             if number < MESSAGES_AT_A_TIME:
                 wide = self._gloo_group(f"{corner}/wide", MESSAGES_AT_A_TIME)
         else:
-            data = QueuedGroup.formed(ranks, self.give_up_s, backend)
+            data = QueuedGroup.formed(ranks, limit_s, backend)
             self._job_groups.append(data)
         self._job_groups.append(of_hosts := JobGroup(control))
+        of_hosts.limit(limit_s + _MORE_S)
         self._groups = ProcessGroups(data, of_hosts, tuple(range(self.world_size)), wide)
         return corner
 
@@ -159,7 +174,8 @@ class Channel:
         limit = server.timeout
         try:
             store = dist.PrefixStore(corner, server)  # type: ignore[attr-defined]
-            group = gloo_group(store, self.rank, self.world_size, self.give_up_s, at_a_time=number)
+            group = gloo_group(store, self.rank, self.world_size, self.patience.outside_s, at_a_time=number)
+            group.set_timeout(timedelta(seconds=self.patience.outside_s + _MORE_S))
             self._gloo_groups.append(group)
             return GlooCollectives(group)
         finally:
@@ -214,8 +230,22 @@ class Channel:
         return tensors
 
     def end_pause(self) -> None:
-        """Wait for all ranks. Raises `PeerFailed` if one ended instead, or does not come within ``give_up_s``."""
-        self._gather(torch.zeros(1), f"the end of the pause, where all ranks wait give_up_s={self.give_up_s:g} at most")
+        """Wait for all ranks. Raises `PeerFailed` if one ended instead, or is given up and not in its pause."""
+        usual_s, self._progress.in_flight_s = self._progress.in_flight_s, math.inf
+        self._limit_control(_NEVER_S)
+        try:
+            self._gather(torch.zeros(1), "the end of the pause, where ranks wait for each other")
+        finally:
+            self._limit_control(usual_s)
+        self._progress.in_flight_s = usual_s
+
+    def _limit_control(self, seconds: float) -> None:
+        if isinstance(control := self.groups.control, JobGroup):
+            control.limit(seconds)
+
+    def tell(self, place: Callable[[], PlaceFor]) -> None:
+        """Let peers know where this rank is, by ``place()``, which is asked on another thread now and then."""
+        self._progress.place = place
 
     def broadcast(self, tensor: Tensor, source: int = 0, name: str = "tensor") -> None:
         """Overwrite ``tensor``, of any dtype and strides, with that of rank ``source``; ``name`` is for errors.
@@ -239,7 +269,9 @@ class Channel:
         with self._own_error(what):
             work = collective()
         waited: Any = Polled(work) if queued else work
-        self.wait(waited, self._progress.merged + 1, self._before_step(what))
+        self._num_between += 1
+        key, step = f"before {self._num_between}", self._progress.merged + 1
+        self._wait_at(key, waited, step, self._before_step(what))
 
     def _before_step(self, what: str) -> str:
         return f"rank {self.name}, before step {self._progress.merged + 1}, {what}"
@@ -259,15 +291,15 @@ class Channel:
         self.post_failure(f"{what}: {error}")
         return RuntimeError(f"{what}: {error}")
 
-    def _lost(self, what: str) -> PeerFailed:
+    def _lost(self, what: str, why: str = "") -> PeerFailed:
         """The exception for a collective that a peer does not take part in, as none will from here on."""
-        words = self.explain(what)
+        words = self.explain(what, why=why)
         self.abort()
         return PeerFailed(words)
 
     def abort(self) -> None:
         """This rank ends: let nothing of it wait for a peer, neither its device nor whoever destroys a group."""
-        abandon(self._job_groups, self.give_up_s)
+        abandon(self._job_groups, self._progress.in_flight_s)
 
     # -- evidence that peers wait
 
@@ -324,21 +356,24 @@ class Channel:
             _log.warning("%s; the peers cannot learn more than that it failed: %s", message, error)
 
     def wait(self, work: dist.Work, step: int, what: str, give_up_s: float | None = None, epoch: int = 0) -> None:  # noqa: ARG002
-        """Wait for a collective of gloo in ``step``; raises `PeerFailed` when a peer failed or ``give_up_s`` is over.
+        """Wait for a collective of gloo in ``step``; raises `PeerFailed` if one failed or is given up (`Patience`).
 
-        ``epoch``: the value of `epoch` when the collective was launched.
+        ``epoch``: the value of `epoch` when the collective was launched. ``give_up_s``: wait no longer, for whomever.
 
-        A long wait is logged once, with the awaited ranks and what they are doing. The store is asked only for that and
-        whether a peer has ended, for at most half a second.
+        A long wait is logged now and then, with the awaited ranks and what they are doing. The store is asked only for
+        that and whether a peer has ended, for at most half a second.
         """
-        give_up_at = time.monotonic() + (give_up_s or self.give_up_s)
-        long_wait: LongWait | None = None
-        while not self._ended(work, what, min(_SLICE_S, max(0.0, give_up_at - time.monotonic()))):
-            long_wait = long_wait or LongWait(self, step, what)
-            if time.monotonic() >= give_up_at or self._is_in_vain(step):
+        self._wait_at(str(step), work, step, what, math.inf if give_up_s is None else give_up_s)
+
+    def _wait_at(self, key: str, work: dist.Work, step: int, what: str, limit_s: float = math.inf) -> None:
+        until, long_wait = time.monotonic() + limit_s, None
+        while not self._ended(work, what, max(0.0, min(_SLICE_S, self.give_up_s / 2, until - time.monotonic()))):
+            long_wait = long_wait or LongWait(self, key, what)
+            if time.monotonic() >= until or self._is_in_vain(step):
                 raise self._lost(what)
             self.store.look()
-            long_wait.look()
+            if why := long_wait.look():
+                raise self._lost(what, why)
 
     def come_after(self, work: dist.Work, step: int, what: str) -> None:
         """Order what the calling thread queues on its device after a collective; the host waits only for gloo's."""
@@ -393,42 +428,52 @@ class Channel:
         """The ranks that a merge needs."""
         return range(self.world_size)
 
-    def note_waiting(self, step: int) -> int:
-        """Note that this rank waits in ``step``; returns how many ranks have noted that, this one included."""
+    def note_waiting(self, key: str) -> int:
+        """Note that this rank waits there; returns how many ranks have noted that, this one included."""
 
         def note(store: Any) -> int:
-            store.set(f"waiting/{step}/{self.rank}", "")
-            return int(store.add(f"waiting/{step}", 1))
+            store.set(f"waiting/{key}/{self.rank}", "")
+            return int(store.add(f"waiting/{key}", 1))
 
         return self.store.ask(note, _SLICE_S)
 
-    def waited_for(self, step: int) -> str:
-        """The ranks that do not wait in ``step``, and what they report to be doing."""
-        others = self.store.ask(lambda store: absent(store, f"waiting/{step}", self.awaited), _SLICE_S)
-        return (
-            f"ranks {self.named(others)}{self._doing(others, _SLICE_S)}"
-            if others
-            else "the network: all ranks have submitted"
-        )
+    def not_waiting(self, key: str, among: Sequence[int] | None) -> list[int]:
+        """Those ranks ``among`` these, or of all that are needed, that have not noted that."""
+        ranks = self.awaited if among is None else among
+        return self.store.ask(lambda store: absent(store, f"waiting/{key}", ranks), _SLICE_S)
+
+    def places(self, ranks: Sequence[int], heard: Heard) -> list[Awaited]:
+        """Where these ranks are, by their last signs."""
+        words = self.store.ask(lambda store: words_under(store, _SIGN, ranks), _SLICE_S)
+        return [heard.of(rank, self.names[rank], words.get(rank, "")) for rank in ranks]
+
+    def waited_for(self, awaited: Sequence[Awaited]) -> str:
+        """These ranks, what they report to be doing, and where they are."""
+        if not awaited:
+            return "the network: all ranks have submitted"
+        ranks = [rank for rank, name in enumerate(self.names) if name in {rank.name for rank in awaited}]
+        places = "".join(f"; {rank.words(self.patience)}" for rank in awaited)
+        return f"ranks {self.named(ranks)}{self._doing(ranks, _SLICE_S)}{places}"
 
     def _doing(self, ranks: Sequence[int], limit_s: float) -> str:
         words = self.store.ask(lambda store: words_under(store, "doing", ranks), limit_s)
         return "".join(f"; {word}" for word in words.values() if word)
 
-    def explain(self, what: str, wait_s: float = 1.7) -> str:
+    def explain(self, what: str, wait_s: float = 1.7, why: str = "") -> str:
         """Why ``what`` failed: the failures that ranks have reported, or else the ranks that no longer answer.
 
-        Returns within ``wait_s``; if the store does not answer by then, it reports that.
+        ``why``: this rank has given one up. Returns within ``wait_s``; if the store does not answer by then, it reports
+        that.
         """
         if (own := self.own_failure()) is not None:
             self.post_failure(own)
         self._progress.explained = True  # this rank ends because of others
         try:
-            return f"{what}: {self._reason(time.monotonic() + wait_s)}"
+            return f"{what}: {self._reason(time.monotonic() + wait_s, why)}"
         except StoreUnreachable as error:
-            return f"{what}: no answer from peers, and {error}"
+            return f"{what}: no answer from peers, and {error}{why and f' ({why})'}"
 
-    def _reason(self, until: float) -> str:
+    def _reason(self, until: float, why: str) -> str:
         def ask(request: Callable[[Any], Any]) -> Any:
             return self.store.ask(request, max(until - time.monotonic(), _SLICE_S))
 
@@ -437,17 +482,18 @@ class Channel:
         while not (reasons := ask(self._reasons)):
             missing = ask(lambda store: absent(store, "survivor", range(self.world_size)))
             if not missing or time.monotonic() > until:
-                return self._first_given_up(missing)
+                return self._first_given_up(missing, why)
             time.sleep(0.05)
         return "; ".join(reasons)
 
-    def _first_given_up(self, missing: Sequence[int]) -> str:
+    def _first_given_up(self, missing: Sequence[int], why: str) -> str:
         """The report of the rank that gave up first: by now the lost ranks may be back, and end as well."""
         gone = (
             f"no answer from ranks {self.named(missing)}{self._doing(missing, _SLICE_S)}"
             if missing
             else "connection lost"
         )
+        gone += why and f"; {why}"
         first: bytes = self.store.ask(lambda store: store.compare_set("given up", "", gone), _SLICE_S)
         return first.decode()
 
@@ -460,27 +506,12 @@ class Channel:
         return [End.read(word) for word in words_under(store, "ended", range(self.world_size)).values()]
 
 
-class LongWait:
-    """One rank's wait for a collective of ``step``; if it is long, one rank logs once which ranks are awaited."""
-
-    def __init__(self, channel: Channel, step: int, what: str) -> None:
-        self._channel, self._step, self._what = channel, step, what
-        self._began_at = time.monotonic()
-        self._num_waiting: int | None = None
-
-    def look(self) -> None:
-        """Note that the collective is not over. Asks the store when the wait has become long, and once more."""
-        waited_s = time.monotonic() - self._began_at
-        with contextlib.suppress(StoreUnreachable):  # then the awaited ranks are unknown
-            if self._num_waiting is None and waited_s > LONG_S:
-                self._num_waiting = self._channel.note_waiting(self._step)
-            elif self._num_waiting == 1 and waited_s > 2 * LONG_S:
-                self._num_waiting = 0
-                _log.warning("%s: waiting for %s", self._what, self._channel.waited_for(self._step))
-
-
 def _none() -> None:
     """Nothing."""
+
+
+def _sign(progress: Progress, rank: int, numbers: Iterator[int]) -> tuple[str, str]:
+    return f"{_SIGN}/{rank}", Sign(next(numbers), *progress.place()).word()
 
 
 def _count(counted: deque[int], step: int, store: Any) -> None:

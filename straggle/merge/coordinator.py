@@ -154,6 +154,7 @@ class Coordinator:
     def pause(self) -> None:
         """Until `resume` the stand-in sleeps, and no step's time goes by."""
         with self._lock:
+            self.training.pause(self.stopwatch.now())
             self._stand_in.pause()
 
     def resume(self) -> None:

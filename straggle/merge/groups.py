@@ -69,6 +69,10 @@ class JobGroup:
     def drop(self) -> None:
         dist.destroy_process_group(self._group)
 
+    def limit(self, seconds: float) -> None:
+        """End collectives that are launched from now on after so long."""
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), self._group)
+
     def set_aside(self, limit_s: float) -> None:
         """Do not free it before what may be on its way has ended, after ``limit_s`` at most."""
         set_aside(self._group, limit_s)
@@ -209,6 +213,20 @@ def backend_of(group: dist.ProcessGroup | None = None) -> str:
     """
     each = {kind.partition(":")[2] for kind in str(dist.get_backend_config(group)).split(",")}
     return each.pop() if len(each) == 1 else str(dist.get_backend(group))
+
+
+def time_limit_of(group: dist.ProcessGroup) -> float:
+    """Seconds after which collectives of a group of the user's end by themselves: ``init_process_group(timeout=...)``.
+
+    The shortest, if it has a backend for each kind of device.
+    """
+    limits = []
+    for device in group._device_types:
+        with contextlib.suppress(RuntimeError, AttributeError):  # none for this device, or one without options
+            limits.append(group._get_backend(device).options._timeout.total_seconds())
+    if limits:
+        return float(min(limits))
+    return dist.distributed_c10d._get_default_timeout(dist.Backend(backend_of(group))).total_seconds()
 
 
 def gloo_group(store: Any, place: int, size: int, form_s: float, *, at_a_time: int = MESSAGES_AT_A_TIME) -> Any:

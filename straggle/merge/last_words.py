@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -10,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from straggle.merge.groups import JobGroup, QueuedGroup, set_aside
+from straggle.merge.patience import PlaceFor
 from straggle.merge.store import JobStore
 
 TROUBLE, ENDED = "trouble", "ended"  # keys that show that ranks have left messages
@@ -18,10 +20,15 @@ _ABORT_S = 2.0
 
 @dataclass
 class Progress:
-    """How far this rank is, for its last message: the last merged step, and whether the peers know why it ends."""
+    """How far this rank is, for its last message: the last merged step, and whether the peers know why it ends.
+
+    ``place()``: where it is, and for how many seconds. ``in_flight_s``: for how long a collective may be on its way.
+    """
 
     merged: int = -1
     explained: bool = False
+    place: Callable[[], PlaceFor] = lambda: ("outside", 0.0)
+    in_flight_s: float = math.inf
     # in a notebook, the exception of another cell
     earlier: BaseException | None = field(default_factory=lambda: getattr(sys, "last_value", None))
 
@@ -54,27 +61,27 @@ class End:
         return cls(int(merged), words)
 
 
-def abandon(groups: list[JobGroup], give_up_s: float, wait_s: float = 0.0) -> None:
+def abandon(groups: list[JobGroup], in_flight_s: float, wait_s: float = 0.0) -> None:
     """Let nothing wait for these groups any more: each is aborted, for ``wait_s`` at most, or kept as it is."""
     while groups:
         group = groups.pop()
         if isinstance(group, QueuedGroup):
             group.abort(wait_s)
         else:
-            group.set_aside(give_up_s)
+            group.set_aside(in_flight_s)
 
 
-def leave_groups(groups: list[Any], job_groups: list[JobGroup], progress: Progress, give_up_s: float) -> None:
+def leave_groups(groups: list[Any], job_groups: list[JobGroup], progress: Progress) -> None:
     """Drop the groups; if a peer or this rank has failed, collectives may be in flight that never end.
 
-    Freeing such a group waits for them, for ``give_up_s``, and blocks whichever thread collects it.
+    Freeing such a group waits for them, until their time limit, and blocks whichever thread collects it.
     """
     if progress.explained:
-        abandon(job_groups, give_up_s, _ABORT_S)
+        abandon(job_groups, progress.in_flight_s, _ABORT_S)
     while groups:
         group = groups.pop()
         if progress.explained:
-            set_aside(group, give_up_s)
+            set_aside(group, progress.in_flight_s)
 
 
 def in_this_process(call: Callable[..., None]) -> Callable[..., None]:

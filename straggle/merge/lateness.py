@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from straggle.merge.channel import LONG_S
+from straggle.merge.long_wait import LONG_S
 
 _SHORTEST_S = 0.002  # between two looks
 

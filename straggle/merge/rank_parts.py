@@ -59,6 +59,7 @@ class RankParts:
         """Those of a model with these slots; ``num_state``: numbers of other state that go beside each merge."""
         stopwatch, device = Stopwatch(), device_of(slots[0].device)
         sides = TrainingSide(stopwatch, LoopCollectives(replica.ranks)), MergeSide(stopwatch)
+        replica.tell(channel, sides[0].place)
         stand_in = StandIn(*sides, deadline, channel, device=device)
         all_or_nothing = deadline.late_handling.granularity == "step"
         rounds = Rounds(

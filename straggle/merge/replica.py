@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +18,9 @@ from torch import Tensor
 
 from straggle.merge.channel import Channel
 from straggle.merge.groups import succeeds
+from straggle.merge.long_wait import LONG_S
+from straggle.merge.patience import Heard, PlaceFor, place_in_replica
+from straggle.merge.store import StoreUnreachable
 from straggle.merge.telemetry import MAX_SCALARS, means_of
 
 _MARKS = 2**20  # of which the squares of thousands can be summed exactly
@@ -113,7 +119,7 @@ class Replica:
     the store, has the process's rank instead (`Channel.name`).
     ``vote``: ``None`` for one rank, whose own word it is. ``waited_s``: for how long this rank waited inside of it.
     ``is_first``: this rank is the lowest of it.
-    ``ranks``: of the job, if it is several.
+    ``ranks``: of the job, if it is several; ``inside``: the channel of these.
     """
 
     place: int
@@ -122,6 +128,15 @@ class Replica:
     waited_s: Callable[[], float] = float
     is_first: bool = True
     ranks: Sequence[int] = ()
+    inside: Channel | None = None
+
+    def tell(self, channel: Channel, own: Callable[[], PlaceFor]) -> None:
+        """Let the ranks of ``channel`` know where this rank is, ``own()``; in a step it may wait for its replica."""
+        if (inside := self.inside) is None:
+            channel.tell(own)
+            return
+        inside.tell(own)
+        channel.tell(partial(_place_inside, own, inside, Heard(inside.patience.silent_s, time.monotonic)))
 
     @staticmethod
     def of_one_rank(channel: Channel) -> Replica:
@@ -136,7 +151,24 @@ class Replica:
         names = inside_channel.gather(list(channel.names), "names")
         vote = UnitVote(inside_channel, place_name, inside, names, channel.post_failure)
         is_first, ranks = inside_channel.rank == 0, tuple(inside_channel.names)
-        return Replica(channel.rank, channel.world_size, vote, inside.waited_s, is_first=is_first, ranks=ranks)
+        return Replica(
+            channel.rank,
+            channel.world_size,
+            vote,
+            inside.waited_s,
+            is_first=is_first,
+            ranks=ranks,
+            inside=inside_channel,
+        )
+
+
+def _place_inside(own: Callable[[], PlaceFor], inside: Channel, heard: Heard) -> PlaceFor:
+    place, for_s = own()
+    others = [rank for rank in range(inside.world_size) if rank != inside.rank]
+    if place == "inside" and for_s >= LONG_S:
+        with contextlib.suppress(StoreUnreachable):
+            return place_in_replica((place, for_s), inside.places(others, heard))
+    return place, for_s
 
 
 class _Words:

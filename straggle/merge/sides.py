@@ -14,6 +14,7 @@ from typing import NamedTuple
 from straggle.backward.clocks import Stopwatch
 from straggle.merge.fingerprint import Fingerprint
 from straggle.merge.loop_collectives import LoopCollectives
+from straggle.merge.patience import PlaceFor
 from straggle.merge.round import Round
 from straggle.merge.step_passes import EqualPasses, Passes
 from straggle.merge.stop_rule import StopRule
@@ -63,6 +64,7 @@ class TrainingSide:
         self.entered_at: float | None = None  # `None` between two steps
         self.clock_from = -math.inf  # what its deadline counts from
         self.applied_at = -math.inf  # when it took the last merged step
+        self.paused_at: float | None = None  # the loop has said that it pauses
         self.taking = False  # it has merged its step itself, and is about to take it
         self.came_late = True  # it has not submitted its last step itself: the next one may have begun without it
         self.failed = False  # its own code raised
@@ -96,7 +98,7 @@ class TrainingSide:
         Where the last step was ended without it, its peers began this one at the end of that merge, and its deadline
         counts from there: otherwise a stall is paid twice.
         """
-        self.entry, self.entered_at = entry, now
+        self.entry, self.entered_at, self.paused_at = entry, now, None
         self.clock_from = merging.merged_at if self.came_late and merging.step == self.step else now
         self.passes, self.weight = EqualPasses(entry.num_microbatches), 1.0
         self.cost, self.microbatch_s = math.nan, []
@@ -147,9 +149,13 @@ class TrainingSide:
         self.entered_at = None
         self.taking = False
 
+    def pause(self, now: float) -> None:
+        """The loop pauses, between two steps."""
+        self.paused_at = now
+
     def begin_now(self, now: float) -> None:
         """Its time between two steps begins now."""
-        self.applied_at = now
+        self.applied_at, self.paused_at = now, None
 
     def restore(self, step: int) -> None:
         """It goes on from another run, or from another rank's state, with ``step``."""
@@ -193,6 +199,13 @@ class TrainingSide:
     def since_step_s(self) -> float:
         """Seconds since it last took a merged step, or since it could have."""
         return self.stopwatch.now() - max(self.applied_at, self._made_at)
+
+    def place(self) -> PlaceFor:
+        """Where it is, for its peers, and for how many seconds."""
+        now, entered_at, paused_at = self.stopwatch.now(), self.entered_at, self.paused_at
+        if paused_at is not None:
+            return "paused", now - paused_at
+        return ("outside", self.since_step_s) if entered_at is None else ("inside", now - entered_at)
 
     def ways(self, now: float) -> tuple[Way, ...]:
         """Ways to peers as they were measured last, with how long ago that was."""

@@ -340,5 +340,6 @@ class StandIn:
             return ""
         lag = self._merging.step - self._training.step
         behind = f" ({lag} merged steps behind)" if lag > 0 else ""
-        place = f"{self._stopwatch.phase} of step {self._training.step}{behind}"
-        return f"rank {self._channel.name} has been in {place} for {stuck_s} s"
+        phase, step = self._stopwatch.phase, f"step {self._training.step}{behind}"
+        place = f"outside of a step, before {step}," if phase == "outside" else f"in {phase} of {step}"
+        return f"rank {self._channel.name} has been {place} for {stuck_s} s"

@@ -41,7 +41,8 @@ class JobStore:
 
     ``connect()`` makes one; it may block, and raise. ``place``: where the store is, in words. Every ``look_s`` seconds
     it checks which keys in ``watched`` exist, and so whether the store answers at all; ``seen`` has the last result. It
-    logs when the store is lost and found again: ``who`` lost it, and what holds ``without`` it.
+    logs when the store is lost and found again: ``who`` lost it, and what holds ``without`` it. ``sign()`` is a key and
+    its value, which it sets as often, for others to see that this process is alive.
     """
 
     def __init__(
@@ -53,12 +54,13 @@ class JobStore:
         without: str,
         watched: Sequence[str],
         look_s: float = _LOOK_S,
+        sign: Callable[[], tuple[str, str]] | None = None,
     ) -> None:
         self.place = place
         self.seen: frozenset[str] = frozenset()  # written by the connection's thread
         self._connect = connect
         self._who, self._without = who, without
-        self._watched, self._look_s = tuple(watched), look_s
+        self._watched, self._look_s, self._sign = tuple(watched), look_s, sign
         self._connection = _Connection(connect)  # written by the watching thread
         self._problem: str | None = None  # why the store is lost; written by the watching thread
         self._closing = threading.Event()
@@ -121,6 +123,8 @@ class JobStore:
 
     def _look(self, store: Any) -> None:
         self.seen = frozenset(key for key in self._watched if store.check([key]))
+        if self._sign is not None:
+            store.set(*self._sign())
 
     def _lose(self, error: BaseException) -> None:
         if self._closing.is_set():

@@ -145,8 +145,11 @@ class LateHandling:
     No rank is late before ``quorum`` ranks have finished the step (default: half of them, at least one). A late rank
     that does not submit its gradients within another ``grace_s`` seconds is stood in for. At most ``max_lag`` merged
     steps wait for a rank that is stuck, each with one copy of the gradients in memory; beyond that its peers wait or,
-    with members that come and go (`Elastic`), it takes a peer's state when it is back. With 0 its peers always wait. A
-    collective that does not end within ``give_up_s`` seconds ends the job.
+    with members that come and go (`Elastic`), it takes a peer's state when it is back. With 0 its peers always wait.
+
+    A rank that is in a step, or gives no sign of life, is given up after ``give_up_s`` seconds, and the job ends. One
+    that works outside of a step, such as on an evaluation, is waited for as long as the time limit of the process group
+    is, if that is more; one in `StagedDataParallel.pause` without a limit.
 
     ``granularity`` is what a late rank drops: the stages that it has not finished ("stage"), the micro-batches that
     it has not begun ("microbatch", as DropCompute does; ``grace_s`` should then be a micro-batch's time, because a rank

@@ -277,7 +277,7 @@ def test_stand_in_says_what_the_training_thread_is_stuck_in_and_when_it_is_not_a
     acts(stand_in)
     training.enter(Entry(), 13.0, merging)
     acts(stand_in)
-    assert channel.posted == ["rank 0 has been in outside of step 0 for 3 s", ""]
+    assert channel.posted == ["rank 0 has been outside of a step, before step 0, for 3 s", ""]
 
 
 def test_stand_in_is_woken_to_post_the_end_of_a_truncated_step_that_peers_want_to_know_of():

@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -233,14 +234,15 @@ def test_rank_that_ends_while_peers_wrap_the_model_tells_them(when, what):
 
 
 def wrap_without_rank_1(rank):
+    group = dist.new_group([0, 1], timedelta(seconds=0.6))
     if rank == 0:
-        Channel(None, give_up_s=0.5)
+        Channel(group, give_up_s=0.5)
 
 
 def test_ranks_that_do_not_come_to_wrap_the_model_are_named():
     end, _ = run_ranks(wrap_without_rank_1, 2, outcomes=True)
     assert end.kind == "PeerFailed"
-    assert "rank 0, before step 0: no process groups of ranks [0, 1] within give_up_s=0.5" in end.message
+    assert "rank 0, before step 0: no process groups of ranks [0, 1] within 0.6 s, the process group's" in end.message
 
 
 def wrap_when_peers_have_reported_that_they_wait(rank, members):
