@@ -297,11 +297,11 @@ class StandIn:
 
     def _limits(self) -> Limits:
         deadline, by_number = self._deadline, self._by_number
-        max_lag = deadline.late_handling.max_lag
+        max_lag, late_after_s = deadline.late_handling.max_lag, by_number * deadline.late_after_s
         return Limits(
-            by_number * deadline.late_after_s,
+            late_after_s,
             deadline.after_quorum_of(by_number),
-            grace_s=deadline.late_handling.grace_s,
+            grace_s=deadline.late_handling.grace_of(late_after_s),
             max_lag=max_lag if self.waits_for_room or not max_lag else sys.maxsize,
             unentered_s=self._training.unentered_s if deadline.can_be_late else math.inf,
         )

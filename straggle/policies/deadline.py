@@ -9,12 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, SupportsFloat, final, get_args
 
+import torch
 from torch import Tensor
 
 from straggle.policies.history import History
 
 Granularity = Literal["stage", "microbatch", "step"]
 LateBy = Literal["host", "device"]
+
+# The stand-in looks every 2 ms, and a thread may wait 5 ms for the interpreter's lock.
+_LEAST_GRACE_S, _MOST_GRACE_S, _GRACE_SHARE = 0.005, 0.05, 0.1
 
 
 @dataclass(frozen=True)
@@ -143,16 +147,17 @@ class LateHandling:
     """How a late rank is treated.
 
     No rank is late before ``quorum`` ranks have finished the step (default: half of them, at least one). A late rank
-    that does not submit its gradients within another ``grace_s`` seconds is stood in for. At most ``max_lag`` merged
-    steps wait for a rank that is stuck, each with one copy of the gradients in memory; beyond that its peers wait or,
-    with members that come and go (`Elastic`), it takes a peer's state when it is back. With 0 its peers always wait.
+    that does not submit its gradients within another ``grace_s`` seconds is stood in for (default: a tenth of its
+    deadline, from 5 to 50 ms; with micro-batches 50 ms). At most ``max_lag`` merged steps wait for a rank that is
+    stuck, each with one copy of the gradients in memory; beyond that its peers wait or, with members that come and go
+    (`Elastic`), it takes a peer's state when it is back. With 0 its peers always wait.
 
     A rank that is in a step, or gives no sign of life, is given up after ``give_up_s`` seconds, and the job ends. One
     that works outside of a step, such as on an evaluation, is waited for as long as the time limit of the process group
     is, if that is more; one in `StagedDataParallel.pause` without a limit.
 
     ``granularity`` is what a late rank drops: the stages that it has not finished ("stage"), the micro-batches that
-    it has not begun ("microbatch", as DropCompute does; ``grace_s`` should then be a micro-batch's time, because a rank
+    it has not begun ("microbatch", as DropCompute does; give a micro-batch's time as ``grace_s`` then, because a rank
     that is stood in for submits what it has of the running one), or all that it has ("step", as backup workers do; the
     merge then begins only when a rank has finished, and does not overlap with its backward pass).
 
@@ -166,7 +171,7 @@ class LateHandling:
     """
 
     quorum: int | None = None
-    grace_s: float = 0.05
+    grace_s: float | None = None
     max_lag: int = 8
     give_up_s: float = 300.0
     granularity: Granularity = "stage"
@@ -177,7 +182,7 @@ class LateHandling:
         if self.quorum is not None:
             check_count("quorum", self.quorum, least=1)
         check_count("max_lag", self.max_lag)
-        if not is_number(self.grace_s) or not self.grace_s >= 0:
+        if self.grace_s is not None and (not is_number(self.grace_s) or not self.grace_s >= 0):
             raise ValueError(f"grace_s={self.grace_s}: must be a number of seconds, and seconds cannot be negative")
         if not is_number(self.give_up_s) or not 1 <= self.give_up_s < math.inf:
             raise ValueError(f"give_up_s={self.give_up_s}: must be a finite number of seconds, at least 1")
@@ -189,6 +194,19 @@ class LateHandling:
                 f"stuck_after_s={self.stuck_after_s}: must be a positive number of seconds, such as 10 (infinite: no "
                 "rank is reported as stuck)"
             )
+
+    @property
+    def fixed_grace_s(self) -> float | None:
+        """The grace that is no share of a deadline: the one that was given, or that of micro-batches; or ``None``.
+
+        A micro-batch is what a late rank may finish, and a deadline does not say how long one takes.
+        """
+        return _MOST_GRACE_S if self.grace_s is None and self.granularity == "microbatch" else self.grace_s
+
+    def grace_of(self, deadline_s: float) -> float:
+        """The seconds after a deadline of ``deadline_s`` in which a late rank can still submit its gradients."""
+        fixed_s = self.fixed_grace_s
+        return min(max(_GRACE_SHARE * deadline_s, _LEAST_GRACE_S), _MOST_GRACE_S) if fixed_s is None else fixed_s
 
     def quorum_of(self, world_size: int, wanted: int | None = None) -> int:
         """The number of ranks that must have finished; ``wanted``: a policy's quorum, which takes precedence.
@@ -221,6 +239,13 @@ def next_deadline(policy: Deadline, history: History) -> NextDeadline:
 def as_next(decided: NextDeadline | float) -> NextDeadline:
     """A policy's decision, which may be plain seconds, as a `NextDeadline`."""
     return decided if isinstance(decided, NextDeadline) else NextDeadline(decided)
+
+
+def grace_after(deadline_s: Tensor, fixed_s: float | None) -> Tensor:
+    """`LateHandling.grace_of` of many deadlines, of the same shape; ``fixed_s``: `LateHandling.fixed_grace_s`."""
+    if fixed_s is None:
+        return (_GRACE_SHARE * deadline_s).clamp(_LEAST_GRACE_S, _MOST_GRACE_S)
+    return torch.full_like(deadline_s, fixed_s)
 
 
 def _number(value: object) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from straggle.policies.deadline import Deadline, Granularity, LateHandling
+from straggle.policies.deadline import Deadline, Granularity, LateHandling, grace_after
 
 _MANY = 100  # parts of a stage
 
@@ -25,7 +25,8 @@ class StopRules:
     ``drop_all`` (steps) nothing of what it has comes in. A rank that has not entered ``grace_s`` seconds after the
     deadline is stood in for.
 
-    ``after_quorum_s`` is a number, or a tensor that is broadcast to (..., 1).
+    ``after_quorum_s`` is a number, or a tensor that is broadcast to (..., 1). ``grace_s`` of ``None`` is a share of the
+    deadline (`LateHandling`).
 
     ``checks``: the number of moments of each unit, evenly over its time (the ends of layers), at which a rank can stop.
     It is stood in for no later than ``grace_s`` seconds after the deadline. With 0 it can stop at any moment, as it
@@ -35,7 +36,7 @@ class StopRules:
     quorum: int
     after_quorum_s: float | Tensor = 0.0
     finish_running: bool = False
-    grace_s: float = 0.0
+    grace_s: float | None = 0.0
     drop_all: bool = False
     checks: int = 0
 
@@ -50,7 +51,7 @@ class StopRules:
             quorum = late_handling.quorum_among(members, policy.quorum) + world_size - members
         granularity = late_handling.granularity
         return StopRules(
-            quorum, policy.grace_s, granularity == "microbatch", late_handling.grace_s, granularity == "step"
+            quorum, policy.grace_s, granularity == "microbatch", late_handling.fixed_grace_s, granularity == "step"
         )
 
 
@@ -98,9 +99,10 @@ def simulate_step(
     whole_s = unit_s[..., -1]
     quorum_at = whole_s.kthvalue(rules.quorum, dim=-1).values.unsqueeze(-1) + rules.after_quorum_s
     deadline_at = torch.as_tensor(deadline_s, dtype=unit_s.dtype).unsqueeze(-1)
+    grace_s = grace_after(deadline_at, rules.grace_s)
     stood_in = torch.zeros_like(whole_s, dtype=torch.bool)
     if entered_s is not None:
-        stood_in_at = torch.maximum(deadline_at, quorum_at) + rules.grace_s
+        stood_in_at = torch.maximum(deadline_at, quorum_at) + grace_s
         clock_from = entered_s
         if behind is not None:
             stood_in_at = torch.where(behind, quorum_at, stood_in_at)
@@ -116,27 +118,29 @@ def simulate_step(
     end_s = torch.minimum(whole_s, stop_at)
     if rules.finish_running:
         running_s = unit_s.where(~reached, torch.inf).amin(-1)
-        in_time = late & ~stood_in & (running_s <= stop_at + rules.grace_s)
-        end_s = torch.where(late & ~stood_in, torch.minimum(running_s, stop_at + rules.grace_s), end_s)
+        in_time = late & ~stood_in & (running_s <= stop_at + grace_s)
+        end_s = torch.where(late & ~stood_in, torch.minimum(running_s, stop_at + grace_s), end_s)
         reached = reached | (in_time.unsqueeze(-1) & (unit_s == running_s.unsqueeze(-1)))
         late = late & ~reached[..., -1]  # it was the last one
     elif rules.checks and not rules.drop_all and bool(late.any()):
-        end_s[late] = _next_check(unit_s.expand(reached.shape)[late], stop_at[late], rules)
+        end_s[late] = _next_check(
+            unit_s.expand(reached.shape)[late], stop_at[late], rules.checks, grace_s.expand(late.shape)[late]
+        )
         late, reached = late & (end_s < whole_s), unit_s <= end_s.unsqueeze(-1)
     own_s = end_s if entered_s is None else (end_s - entered_s).clamp(min=0.0)
     return SimulatedStep(late, stood_in, own_s, end_s, reached, end_s.amax(-1))
 
 
-def _next_check(unit_s: Tensor, stop_at: Tensor, rules: StopRules) -> Tensor:
-    """When ranks (..., units) come to stop after ``stop_at`` (...)."""
+def _next_check(unit_s: Tensor, stop_at: Tensor, checks: int, grace_s: Tensor) -> Tensor:
+    """When ranks (..., units) come to stop after ``stop_at`` (...), for ``grace_s`` (...) seconds at most."""
     running = (unit_s <= stop_at.unsqueeze(-1)).sum(-1, keepdim=True)
     end_s = unit_s.gather(-1, running).squeeze(-1)
     begin_s = unit_s.gather(-1, (running - 1).clamp(min=0)).squeeze(-1)
-    between_s = (end_s - begin_s) / rules.checks
+    between_s = (end_s - begin_s) / checks
     check_s = begin_s + ((stop_at - begin_s) / between_s).ceil() * between_s
     check_s = torch.where(check_s > end_s - between_s / 2, end_s, check_s)  # not a rounding error before it
-    in_time = (running.squeeze(-1) > 0) & (check_s <= stop_at + rules.grace_s)
-    anywhere_s = torch.where(running.squeeze(-1) > 0, stop_at + rules.grace_s, stop_at)
+    in_time = (running.squeeze(-1) > 0) & (check_s <= stop_at + grace_s)
+    anywhere_s = torch.where(running.squeeze(-1) > 0, stop_at + grace_s, stop_at)
     return torch.where(in_time, check_s, torch.minimum(anywhere_s, end_s))
 
 

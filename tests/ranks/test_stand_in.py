@@ -190,12 +190,12 @@ class Told:
         self.posted.append(words)
 
 
-def at_begin_of_step(clock, channel):
-    """A stand-in, without its thread, at the begin of a step with a deadline of 1 s, by ``clock[0]``."""
+def at_begin_of_step(clock, channel, deadline_s=1.0, grace_s=0.01):
+    """A stand-in, without its thread, at the begin of a step with a deadline of ``deadline_s``, by ``clock[0]``."""
     stopwatch = Stopwatch(lambda: clock[0])
     training, merging = TrainingSide(stopwatch), MergeSide(stopwatch)
-    deadline = CurrentDeadline(FixedDeadline(1.0), LateHandling(grace_s=0.01, quorum=1), 2)
-    deadline.seconds = 1.0
+    deadline = CurrentDeadline(FixedDeadline(deadline_s), LateHandling(grace_s=grace_s, quorum=1), 2)
+    deadline.seconds = deadline_s
     training.enter(Entry(), clock[0], merging)
     return StandIn(training, merging, deadline, channel, device=torch.device("cpu")), training, merging, deadline
 
@@ -213,6 +213,27 @@ def test_stand_in_asks_shortly_before_the_deadline_and_stops_the_rank_when_it_is
     clock[0] = 11.0
     assert acts(stand_in)
     assert (channel.asked, training.is_stopped(0)) == ([0], True)
+
+
+@pytest.mark.parametrize(("deadline_s", "grace_s", "given"), [(0.08, 0.008, None), (2.0, 0.05, None), (0.08, 0.3, 0.3)])
+def test_rank_is_stood_in_for_when_the_grace_of_its_deadline_is_over(deadline_s, grace_s, given):
+    clock, channel, submitted = [10.0], Told(num_waiting=1), []
+    stand_in, training, _, _ = at_begin_of_step(clock, channel, deadline_s, given)
+    clock[0] = 10.0 + deadline_s
+    acts(stand_in)  # it asks
+    acts(stand_in)
+    assert training.is_stopped(0)
+    clock[0] = 10.0 + deadline_s + 1.001 * grace_s
+    assert stand_in._act(lambda: submitted.append(clock[0]), pytest.fail)
+    assert submitted == clock
+    # and not before
+    clock[0] = 10.0
+    stand_in, _, _, _ = at_begin_of_step(clock, channel, deadline_s, given)
+    clock[0] = 10.0 + deadline_s
+    acts(stand_in)
+    acts(stand_in)
+    clock[0] = 10.0 + deadline_s + 0.9 * grace_s
+    acts(stand_in)
 
 
 def test_fewer_ranks_than_the_quorum_stop_nobody():

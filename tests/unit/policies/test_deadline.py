@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from straggle import FixedDeadline, History, LateHandling, QuantileDeadline
-from straggle.policies.deadline import WaitForAll, as_deadline
+from straggle.policies.deadline import WaitForAll, as_deadline, grace_after
 from straggle.policies.history import HistoryWindow
 
 NAN = math.nan
@@ -97,6 +97,33 @@ def test_number_out_of_range_is_refused_with_its_value(make, words):
 def test_quorum_is_half_of_the_ranks_but_at_least_one():
     assert [LateHandling().quorum_of(size) for size in (1, 2, 3, 4, 5, 8)] == [1, 1, 1, 2, 2, 4]
     assert LateHandling(quorum=3).quorum_of(4) == 3
+
+
+GRACE = [(0.0, 0.005), (0.02, 0.005), (0.08, 0.008), (0.3, 0.03), (0.6, 0.05), (math.inf, 0.05)]
+
+
+@pytest.mark.parametrize(("deadline_s", "grace_s"), GRACE)
+@pytest.mark.parametrize("granularity", ["stage", "step"])
+def test_grace_is_a_tenth_of_the_deadline_from_5_to_50_ms(granularity, deadline_s, grace_s):
+    late_handling = LateHandling(granularity=granularity)
+    assert late_handling.grace_of(deadline_s) == pytest.approx(grace_s)
+    of_many = grace_after(torch.tensor([[deadline_s]] * 2, dtype=torch.float64), late_handling.fixed_grace_s)
+    assert of_many.tolist() == [[pytest.approx(grace_s)]] * 2
+
+
+@pytest.mark.parametrize("deadline_s", [0.0, 0.08, 0.3, math.inf])
+@pytest.mark.parametrize(
+    ("late_handling", "grace_s"),
+    [
+        (LateHandling(grace_s=0.0), 0.0),
+        (LateHandling(grace_s=2.0), 2.0),
+        (LateHandling(grace_s=0.02, granularity="microbatch"), 0.02),
+        (LateHandling(granularity="microbatch"), 0.05),  # a deadline does not say how long a micro-batch takes
+    ],
+)
+def test_grace_that_is_given_and_that_of_micro_batches_follow_no_deadline(late_handling, grace_s, deadline_s):
+    assert late_handling.grace_of(deadline_s) == grace_s
+    assert grace_after(torch.tensor([[deadline_s]]), late_handling.fixed_grace_s).tolist() == [[pytest.approx(grace_s)]]
 
 
 def test_deadline_is_a_policy_or_seconds_or_nothing():

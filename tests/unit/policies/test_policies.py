@@ -504,6 +504,17 @@ def test_outcome_has_a_rank_stood_in_for_that_has_not_entered(finish_running):
     assert computed_share(unit_s, cut, rules)[1].tolist() == [0.0, 0.0]
 
 
+def test_outcome_has_the_grace_of_each_deadline_if_none_is_given():
+    """One rank is done at 0.02; the other has not entered when it is stood in for, or is in one piece of work."""
+    rules = StopRules.of(FixedDeadline(1.0), LateHandling(quorum=1), 2)
+    deadline_s, stood_in_at = torch.tensor([0.02, 0.08, 0.3, 0.9]), [0.025, 0.088, 0.33, 0.95]
+    loads = simulate_step(torch.tensor([[0.02], [0.02]]), deadline_s, rules, torch.tensor([0.0, 5.0]).expand(4, 2))
+    assert loads.seconds.tolist() == pytest.approx(stood_in_at)
+    in_one_piece = replace(rules, checks=1)
+    computes = simulate_step(torch.tensor([[0.01, 0.02], [0.01, 5.0]]).expand(4, 2, 2), deadline_s, in_one_piece)
+    assert computes.seconds.tolist() == pytest.approx(stood_in_at)
+
+
 def test_outcome_has_a_rank_that_is_behind_stood_in_for_as_soon_as_a_quorum_waits():
     unit_s, rules, behind = torch.tensor([[2.0], [1.0]]), StopRules(quorum=1, grace_s=0.5), torch.tensor([False, True])
     cut = simulate_step(unit_s, 4.0, rules, torch.tensor([0.0, 3.0]), behind)
