@@ -2,6 +2,7 @@
 
 python benchmarks/auto.py                # about half a minute
 python benchmarks/auto.py --in-training  # each choice sees what its own deadlines left: two minutes
+python benchmarks/auto.py --short-steps  # a rank that loads slowly, and others, in steps of 80 ms: a minute
 
 Six ranks whose step takes 0.1 s: none slow, with 2, 5 and 10 % noise of each rank; all slow at once for a while (a busy
 machine); times as four ranks had on two cores that others used, too; one twice as slow; random stalls; heavy tails. And
@@ -11,6 +12,11 @@ oracle knows each step in advance, and takes the best threshold of the grid for 
 gradient. The steps seen are as if no rank had been stopped; with ``--in-training`` they are those of the simulator,
 where a rank that was late is known as far as it came, as it is in a job. There, one rank is slow by more, on 3 to 8
 ranks, by itself and on machines that all ranks share, in stages, in whole micro-batches and in whole steps.
+
+With ``--short-steps`` there are four ranks with steps of 80 ms, which can stop at the end of each of eight layers. One
+is slow in its layers, or as it loads a batch, which a `LateLoader` gives it again until it is in time: what it still
+has to load when it is stood in for, it does in the next step. A rank that is behind is stood in for as soon as a quorum
+waits. The best fixed threshold has a grace of its own, of 5, 20 or 50 ms, too.
 """
 
 import argparse
@@ -21,13 +27,14 @@ from itertools import pairwise, product
 
 import torch
 
-from straggle import AutoDeadline, LateHandling
+from straggle import AutoDeadline, FixedDeadline, LateHandling
 from straggle.lab.faults import dropcompute_factors
 from straggle.lab.simulate.communication import Constant
 from straggle.lab.simulate.ranks import simulate_times
 from straggle.lab.simulate.units import Units, Work
 from straggle.policies.auto_deadline import choose_for
-from straggle.policies.deadline import quantile_of
+from straggle.policies.deadline import next_deadline, quantile_of
+from straggle.policies.history import HistoryWindow, StepProgress
 from straggle.policies.price import price_of
 from straggle.policies.recorded_steps import StepTimes
 from straggle.policies.step_model import StopRules, computed_share, parts_of, simulate_step
@@ -288,6 +295,81 @@ def judge_in_training(job, draw, options):
     )
 
 
+SHORT_S, LAYERS, MERGE_S, SHORT_RANKS, SHORT_STEPS = 0.08, 8, 0.005, 4, 450
+
+
+def short_jobs(seed):
+    """Name, when each unit of work ends, (steps, ranks, units), and how long each rank loads, (steps, ranks)."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = SHORT_STEPS, SHORT_RANKS
+    usual = 1 + 0.05 * torch.randn(shape, generator=generator).clamp(min=-5)
+    by_chance = torch.rand(shape, generator=generator)
+    units = Work(SHORT_S, num_stages=LAYERS).units("stage")
+    for name, factor, load_s in (
+        ("layers, twice as slow", 2.0, 0.0),
+        ("layers, six times as slow", 6.0, 0.0),
+        ("loader, 0.1 s", 1.0, 0.1),
+        ("loader, 0.4 s", 1.0, 0.4),
+        ("loader, 1 s", 1.0, 1.0),
+        ("loader, 0.4 s in each tenth batch", 1.0, None),
+    ):
+        slow, loads_s = usual.clone(), torch.zeros(shape)
+        slow[:, 1] *= factor
+        loads_s[:, 1] = 0.4 * (by_chance[:, 1] < 0.1) if load_s is None else load_s * (0.75 + 0.5 * by_chance[:, 1])
+        yield name, slow.unsqueeze(2) * units.base_s.cumsum(0), loads_s
+
+
+def with_late_loader(unit_s, loads_s, policy, late_handling):
+    """Seconds of each step, and what was dropped in it."""
+    steps, ranks, _ = unit_s.shape
+    units = Work(SHORT_S, num_stages=LAYERS).units("stage")
+    rules = replace(StopRules.of(policy, late_handling, ranks), checks=1)
+    policy.prepare(late_handling, [1] * LAYERS)
+    window = HistoryWindow(policy.window, ranks)
+    if policy.wants_progress:
+        window.watch(units.stage_share)
+    next_s, left_s, stood_in, rows = math.inf, torch.zeros(ranks), torch.zeros(ranks, dtype=torch.bool), []
+    for step in range(steps):
+        begin_s = torch.where(stood_in, left_s, loads_s[step])  # the batch that it was late with is loaded once
+        would = simulate_step(unit_s[step], next_s, rules, begin_s, stood_in)
+        step_s, stood_in = float(would.seconds) + MERGE_S, would.stood_in
+        left_s = (begin_s - step_s).clamp(min=0.0)
+        part = computed_share(unit_s[step], would, rules)
+        rows.append((step_s, float(1 - (part @ units.share).mean())))
+        progress = StepProgress(
+            unit_s=unit_s[step].where(part >= 1, math.nan),
+            unit_share=units.share.expand(ranks, -1),
+            computed=part,
+            weight=torch.ones(ranks),
+            entered_s=torch.minimum(begin_s, would.end_s),
+            overhead_s=torch.tensor(MERGE_S),
+        )
+        own_s = would.own_s.masked_fill(stood_in, math.nan).tolist()
+        decided = next_deadline(policy, window.append(own_s, (~would.late).tolist(), progress))
+        next_s, rules = decided.seconds, replace(rules, after_quorum_s=decided.after_quorum_s)
+    return torch.tensor(rows)[FIRST:].unbind(1)
+
+
+def judge_short(unit_s, loads_s):
+    waiting = rate(*with_late_loader(unit_s, loads_s, FixedDeadline(1000.0), LateHandling(quorum=SHORT_RANKS)))
+    fixed = {
+        (one_s, grace_s): with_late_loader(unit_s, loads_s, FixedDeadline(one_s), LateHandling(grace_s=grace_s))
+        for one_s, grace_s in product([SHORT_S * 0.7 * 1.25**number for number in range(6)], (0.005, 0.02, 0.05))
+    }
+    best_s = max(fixed, key=lambda one: rate(*fixed[one]))
+    auto = with_late_loader(unit_s, loads_s, AutoDeadline(), LateHandling())
+    before = with_late_loader(unit_s, loads_s, AutoDeadline(), LateHandling(grace_s=0.05))
+    best = rate(*fixed[best_s])
+    return (
+        f"{best / waiting - 1:.1%} at {1e3 * best_s[0]:.0f} + {1e3 * best_s[1]:.0f} ms",
+        f"{rate(*auto) / best:.3f}",
+        f"{rate(*before) / best:.3f}",
+        f"{1e3 * float(auto[0].mean()):.0f}",
+        f"{float(auto[1].mean()):.2%}",
+        f"{float(fixed[best_s][1].mean()):.2%}",
+    )
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--windows", type=int, default=40)
@@ -297,7 +379,21 @@ def main():
     parser.add_argument("--only", default="", help="scenarios with this in their name")
     parser.add_argument("--dealt", action="store_true", help="as where work is dealt out by speed")
     parser.add_argument("--in-training", action="store_true", help="it sees what its own deadlines left of the steps")
+    parser.add_argument("--short-steps", action="store_true", help="a slow loader, or slow layers, in steps of 80 ms")
     options = parser.parse_args()
+    if options.short_steps:
+        names = (
+            "slow in its",
+            "best fixed: gain, at + grace",
+            "over it",
+            "with 50 ms",
+            "step, ms",
+            "dropped",
+            "by the best",
+        )
+        rows = [(name, *judge_short(*job)) for name, *job in short_jobs(options.seed) if options.only in name]
+        print(text_table([names, *rows]))
+        return
     if options.in_training:
         names = ("", "gain", "of the best fixed", "over it", "dropped", "by the best", "longest window over shortest")
         rows = [(name, *judge_in_training(*job, options)) for name, *job in training_jobs() if options.only in name]
