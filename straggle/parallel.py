@@ -146,6 +146,7 @@ class StagedDataParallel(nn.Module):
         self.rank, self.world_size = self._channel.rank, self._channel.world_size
         self.job_rank = self._channel.name  # `rank` is the replica's number, if it is several ranks
         self.idle = False  # this rank has no data for the steps from here on: it takes part with weight 0
+        self.loads_missed = True  # a batch for each step that it has missed, if no loader says that it does not
         self.default_weight = 1.0  # weight of a step whose `Step.weight` the loop does not set
         self._finalizer = weakref.finalize(self, in_this_process(built.closing()))
         self._of_the_job = frozenset(self.__dict__) - own
@@ -289,12 +290,13 @@ class StagedDataParallel(nn.Module):
         """What happened in the last step, on all ranks; ``None`` before the first. Built when it is asked for."""
         return None if self._last.record is None else self._last.record.report
 
-    def work_is_dealt(self) -> None:
+    def work_is_dealt(self, *, evenly: bool = True, after: int = -1) -> None:
         """Declare, on all ranks, that each rank gets as much work as it has time for; `Rebalance` and pools do.
 
-        Then ranks are late only because of stalls, and `AutoDeadline` drops gradients for nothing else.
+        Then ranks are late only because of stalls, and `AutoDeadline` drops gradients for nothing else; unless it is
+        not done ``evenly``, because a rank is slow whatever it is given. All ranks say that ``after`` the same step.
         """
-        self._coordinator.work_is_dealt()
+        self._coordinator.work_is_dealt(evenly=evenly, after=after)
 
     def register_step_hook(self, hook: Callable[[StepRecord], None]) -> RemovableHandle:
         """Call ``hook(record)`` on the training thread at the end of each step; ``record.report`` is its report.

@@ -8,7 +8,7 @@ import numpy as np
 
 from straggle.advise.gain import Candidate, Gain, gain_of, replay
 from straggle.advise.timings import Timings
-from straggle.data.rebalance import exact_shares
+from straggle.data.shares import exact_shares
 from straggle.observe.run import Array
 from straggle.policies.deadline import LateHandling, WaitForAll
 

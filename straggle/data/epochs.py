@@ -101,12 +101,12 @@ class Epochs:
         A batch with which the loop makes no step comes again, ten times at most.
         Raises ``RuntimeError`` then, and for more than one step with a batch.
         """
-        epoch = self.number
+        epoch, self._model.loads_missed = self.number, False
         try:
             while self.number == epoch:
                 yield from self._of_one_deal(loader)
         finally:
-            self._model.idle, self._model.default_weight = False, 1.0
+            self._model.idle, self._model.default_weight, self._model.loads_missed = False, 1.0, True
 
     def draw(self) -> Tensor:
         """For loops without a loader: this rank's sample numbers in the next step, at least one.

@@ -1,29 +1,38 @@
 """`Rebalance`: each rank gets as many samples, or micro-batches, of a step as it has time for.
 
-A rank that takes `t_r` seconds for `n_r` samples takes `t_r (n + c) / (n_r + c)` for `n` of them, where `c` is what a
-step costs beside its samples, in samples. Shares `n = T v_r - c` with the speed `v_r = (n_r + c) / t_r` let all ranks
-finish together after `T = (total + ranks * c) / sum(v)`. `c` is taken as 0 at first, and learned from what the changes
-of shares did to the times. If it is too small, a change is too small too: shares come to the balance from one side.
+A rank takes `f + p n` seconds for `n` samples, from batch to batch (`batch_times.py`). Shares let all ranks finish
+together, as far as `p n` is what makes one slow. At first all of the time is taken to go with the samples. What does
+not is learned from what changes of the shares did to the times (`sample_time.py`); it is no reason for a small share.
 """
 
 from __future__ import annotations
 
-import heapq
 import logging
 import math
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import fmean, median
 from typing import Any, final
 
 import torch
 
+from straggle.data.batch_times import BatchTimes
 from straggle.data.deal import Parts
+from straggle.data.held_up import HeldUp, held_up
+from straggle.data.shares import deal
 from straggle.merge.step_record import StepRecord
 from straggle.merge.table import Table
 from straggle.parallel import StagedDataParallel
 from straggle.policies.deadline import check_count
-from straggle.policies.overhead import Overhead
+from straggle.policies.sample_time import Change, Level, RankTime, split
+from straggle.report import PHASES
+
+_KEPT = 4  # changes that are looked back at
+_OTHER = 0.2  # a rank whose time for the same samples changes by so much is another: what it took before says nothing
+_FEW = 3  # steps show nothing
+_AT_FIRST = 20  # steps, after which it is said that dealing is no help
 
 _log = logging.getLogger(__name__)
 
@@ -54,11 +63,12 @@ class Rebalance:
     micro-batches, let ``total`` count those of all ranks and give the share as ``num_microbatches``. Each rank has at
     least ``min_share`` of them, and a multiple of ``multiple_of``.
 
-    A rank's speed is the median over the last ``window`` steps, at least half as many, since its last change: one that
-    sometimes stalls is not slow. Shares change only if that makes the slowest rank's expected time shorter by
-    ``least_gain`` (0.05: a twentieth). An absent rank (`Elastic`) has none, the others have all. All comes from the
-    telemetry of the merged steps, so that every rank computes the same shares and no message is needed. ``schedule``:
-    which shares held from which step on.
+    A rank's time is the median over the last ``window`` steps, at least half as many, since its last change: one that
+    sometimes stalls is not slow. It is that from batch to batch, so loading counts. Shares change only if that makes
+    the slowest rank's expected time shorter by ``least_gain`` (0.05: a twentieth). Of a rank that is slow whatever its
+    share the log says so, after twenty steps, and `AutoDeadline` may stop it. An absent rank (`Elastic`) has none, the
+    others have all. All comes from the telemetry of the merged steps, so that every rank computes the same shares and
+    no message is needed. ``schedule``: which shares held from which step on.
 
     Raises ``ValueError`` if ``total`` cannot be dealt out so.
     """
@@ -91,12 +101,17 @@ class Rebalance:
         self._speeds: list[list[float]] = []  # samples a second in the last steps with these shares; NaN: not known
         self._vague: list[list[bool]] = []  # where the time was only "at least"
         self._last_known = [math.nan] * model.world_size
-        self._before: tuple[list[int], list[float]] | None = None  # shares and seconds before the last change
-        self._overhead = Overhead(total / model.world_size)
+        self._batch_times = BatchTimes(model.world_size)
+        self._changes: list[Change] = []  # of shares, and what ranks took before and after them
+        self._before: Level | None = None  # the last one, of which it is not known well enough yet what came after it
+        self._settled: Level | None = None  # what ranks took with these shares, when that was known well first
+        self._phases: deque[list[tuple[float, ...]]] = deque(maxlen=window)
+        self._held_up: HeldUp | None = None
+        self._said: set[int] = set()  # ranks of which it was said
         self._active = frozenset(range(model.world_size))
         self._given: tuple[int, ...] = ()  # the shares of which the loop has its own
         self._abstains = False  # the loop has something that does not count
-        self._shares = self._dealt([1.0] * model.world_size, 0.0)
+        self._shares = self._dealt({rank: RankTime(0.0, 1.0) for rank in self._active})
         self.schedule: list[tuple[int, tuple[int, ...]]] = [(0, self._shares)]
         self._replayed: dict[int, tuple[int, ...]] | None = None
         self._warned = False
@@ -141,8 +156,11 @@ class Rebalance:
             "vague": [list(vague) for vague in self._vague],
             "last_known": list(self._last_known),
             "active": sorted(self._active),
-            "before": self._before,
-            "overhead": list(self._overhead.misfit),
+            "batch_times": self._batch_times.state_dict(),
+            "changes": [[_plain(change.before), _plain(change.after)] for change in self._changes],
+            "before": self._before and _plain(self._before),
+            "settled": self._settled and _plain(self._settled),
+            "held_up": self._held_up and list(vars(self._held_up).values()),
             "schedule": [[step, list(shares)] for step, shares in self.schedule],
         }
 
@@ -158,8 +176,12 @@ class Rebalance:
         self._vague = [list(vague) for vague in state["vague"]]
         self._last_known = list(state["last_known"])
         self._active = frozenset(state.get("active", range(len(self._shares))))
-        self._before = state["before"] and (list(state["before"][0]), list(state["before"][1]))
-        self._overhead.misfit = list(state["overhead"])
+        if "changes" in state:  # an older version has none
+            self._batch_times.load_state_dict(state["batch_times"])
+            self._changes = [Change(_level(before), _level(after)) for before, after in state["changes"]]
+            self._before = state["before"] and _level(state["before"])
+            self._settled = state["settled"] and _level(state["settled"])
+            self._hold(state["held_up"] and HeldUp(*state["held_up"]), -1)
         self.schedule = [(step, tuple(shares)) for step, shares in state["schedule"]]
         if self._given:  # in the middle of a loop, which has its own part of other shares, or none
             self._abstain(self._given != self._shares or not self._shares[self._rank])
@@ -174,79 +196,146 @@ class Rebalance:
         parts = Parts((), table.absent_ranks(), table.stood_in_ranks(), table.leaving_ranks())
         if self._rank in parts.absent:  # it does not know what the others do, and is given their state
             return
-        weights = self._weights(record.table)
-        untruncated = record.table.untruncated_times()
-        pairs = zip(weights, untruncated, strict=True)
+        weights = self._weights(table)
+        whole = self._batch_times.of(table, loads_missed=self._model.loads_missed)
+        pairs = zip(weights, whole, strict=True)
         self._speeds.append(
             [weight / of.seconds if weight > 0 and of.seconds > 0 else math.nan for weight, of in pairs]
         )
-        self._vague.append([of.at_least for of in untruncated])
+        self._vague.append([of.at_least for of in whole])
+        self._phases.append([table.column(f"{phase}_s") for phase in PHASES])
         for rows in (self._speeds, self._vague):
             del rows[: -self._window]
         if (active := parts.active(self._active, len(self._shares))) != self._active:
             self._active = active
             self._deal_to_others(record.step + 1)
         elif 2 * len(self._speeds) >= self._window:
-            self._rebalance(record.step + 1)
+            self._rebalance(record)
 
     def _deal_to_others(self, next_step: int) -> None:
-        """Ranks have left or come back: deal out by the speeds that are known."""
-        mean = self._total / len(self._active)
-        cautious, speeds = min(self._overhead.samples, mean), self._typical()
-        counts = [share or mean for share in self._shares]  # one that comes back has had none
-        self._change(
-            self._dealt(
-                [(count + cautious) * speed / count for count, speed in zip(counts, speeds, strict=True)], cautious
-            ),
-            next_step,
-        )
-        self._before = None
+        """Ranks have left or come back: deal out by the times that are known."""
+        self._change(self._dealt(self._times(self._level())), next_step)
 
-    def _rebalance(self, next_step: int) -> None:
+    def _rebalance(self, record: StepRecord) -> None:
         """Deal out again, if that is worth it."""
-        # an absent rank has nothing to do, in no time
-        times_s = [count / speed for count, speed in zip(self._shares, self._typical(), strict=True)]
-        vague = [2 * sum(column) >= len(column) for column in zip(*self._vague, strict=True)]
-        known_s = [
-            math.nan if unknown or not time_s else time_s for time_s, unknown in zip(times_s, vague, strict=True)
-        ]
-        if self._before is not None:
-            self._overhead.learn(*self._before, self._shares, known_s)
-            self._before = None
-        slowest = times_s.index(max(times_s))
-        most_s = times_s[slowest] / (1 + self._least_gain + 3 * self._error(slowest))
-        if len(self._active) * most_s < math.fsum(times_s):  # not even the mean is as low
+        level = self._level()
+        if len(self._speeds) == self._window:
+            self._settle(level)
+        times = self._times(level)
+        own_s = {rank: of.seconds(self._shares[rank]) for rank, of in times.items()}
+        slowest = max(own_s, key=lambda rank: own_s[rank])
+        error = level.errors[slowest]
+        if math.isnan(error):  # next to nothing is known of it
             return
-        overhead = self._overhead.samples
-        cautious = min(overhead, self._total / len(self._active))  # at most twice as far as without
-        pairs = list(zip(self._shares, times_s, strict=True))
-        shares = self._dealt([(count + cautious) / time_s if count else 1.0 for count, time_s in pairs], cautious)
-        new = zip(pairs, shares, strict=True)
-        if max(time_s * (share + overhead) / (count + overhead) for (count, time_s), share in new if count) <= most_s:
-            before = list(self._shares), known_s
-            self._change(shares, next_step)
-            self._before = before
+        most_s = own_s[slowest] / (1 + self._least_gain + 3 * error)
+        if len(own_s) * most_s < math.fsum(own_s.values()):  # not even the mean is as low
+            self._hold(None, record.step)
+            return
+        shares = self._equal_enough(times)
+        helps = max(of.seconds(shares[rank]) for rank, of in times.items()) <= most_s
+        if helps or self._unequal(shares) < self._unequal(self._shares) / 2:
+            self._change(shares, record.step + 1)
+        elif record.step + 1 >= _AT_FIRST:
+            self._judge(times, record)
+
+    def _equal_enough(self, times: Mapping[int, RankTime]) -> tuple[int, ...]:
+        """The best shares, or equal ones if these are next to as good."""
+        best = self._dealt(times, spare=self._least_gain / 2)
+        equal = self._dealt({rank: RankTime(0.0, 1.0) for rank in times})
+        equal_s, best_s = (max(of.seconds(way[rank]) for rank, of in times.items()) for way in (equal, best))
+        return equal if equal_s <= (1 + self._least_gain) * best_s else best
+
+    def _judge(self, times: Mapping[int, RankTime], record: StepRecord) -> None:
+        """Shares stay as they are: is some rank slow whatever it is given?"""
+        phases = {
+            phase: [fmean(column) for column in zip(*rows, strict=True)]
+            for phase, rows in zip(PHASES, zip(*self._phases, strict=True), strict=True)
+        }
+        found = held_up(times, self._shares, phases, least=self._least, before=self._held_up)
+        self._hold(found, record.step)
+        if found is not None and found.rank not in self._said:
+            self._said.add(found.rank)
+            words = found.words(waits=math.isinf(record.deadline_s), loads_missed=self._model.loads_missed)
+            level = logging.WARNING if self._rank == min(self._active) else logging.DEBUG
+            _log.log(level, "step %d: %s", record.step, words)
+
+    def _hold(self, found: HeldUp | None, step: int) -> None:
+        """Tell the deadline policy whether dealing makes up for what ranks take."""
+        if (found is None) != (self._held_up is None):
+            self._model.work_is_dealt(evenly=found is None, after=step)
+        self._held_up = found
+
+    def _unequal(self, shares: Sequence[int]) -> float:
+        """How many samples lie where they would not with equal shares, twice."""
+        return math.fsum(abs(shares[rank] - self._total / len(self._active)) for rank in self._active)
 
     def _change(self, shares: tuple[int, ...], next_step: int) -> None:
+        if shares == self._shares:
+            return
+        level = self._level()
+        self._learn(level)
+        self._before, self._settled = level, None
         self._use(shares, next_step)
         self._speeds.clear()
         self._vague.clear()
 
+    def _settle(self, level: Level) -> None:
+        """Forget what is known of ranks that have become slower with the same samples."""
+        if self._settled is None:
+            self._learn(level)
+            self._settled = level
+            return
+        before = self._settled.seconds
+        ratios = [new / old for old, new in zip(before, level.seconds, strict=True)]
+        common = median([own for own in ratios if not math.isnan(own)] or [1.0])
+        pairs = enumerate(zip(ratios, level.errors, strict=True))
+        others = [rank for rank, (own, error) in pairs if abs(own / common - 1) > _OTHER + 3 * error]
+        if others:
+            slower = [rank for rank in others if ratios[rank] > common]
+            self._changes = [change.without(slower) for change in self._changes]
+            now = zip(before, level.seconds, strict=True)
+            seconds = [new if rank in others else old for rank, (old, new) in enumerate(now)]
+            self._settled = replace(level, seconds=tuple(seconds))
+
+    def _learn(self, level: Level) -> None:
+        """This is what ranks take after the last change."""
+        if self._before is not None:
+            self._changes = [*self._changes, Change(self._before, level)][-_KEPT:]
+        self._before = None
+
+    def _level(self) -> Level:
+        """What ranks take with the present shares, as far as it is known."""
+        if not self._speeds:
+            nothing = (math.nan,) * len(self._shares)
+            return Level(tuple(map(float, self._shares)), nothing, nothing)
+        rows = torch.tensor(self._speeds, dtype=torch.float64)
+        speed = rows.nanmedian(dim=0).values
+        # the median's standard error, from the median absolute deviation; that of a few is none
+        spread, number = (rows - speed).abs().nanmedian(dim=0).values / speed, (~rows.isnan()).sum(dim=0)
+        errors = (1.2533 * 1.4826 * spread / number.sqrt()).where(number >= _FEW, math.nan).tolist()
+        vague = [2 * sum(column) >= len(column) for column in zip(*self._vague, strict=True)]
+        times = zip(self._shares, speed.tolist(), vague, strict=True)
+        seconds = [math.nan if unknown or not count else count / own for count, own, unknown in times]
+        return Level(tuple(map(float, self._shares)), tuple(seconds), tuple(errors))
+
+    def _times(self, level: Level) -> dict[int, RankTime]:
+        """Of each rank that something is dealt to; of one of which nothing is known, as of the others."""
+        mean = self._total / len(self._active)
+        counts = [float(share) or mean for share in self._shares]  # one that comes back has had none
+        usual_s = [count / speed for count, speed in zip(counts, self._typical(), strict=True)]
+        changes = self._changes if self._before is None else [*self._changes, Change(self._before, level)]
+        times = split(changes, mean, counts, usual_s)
+        return {rank: times[rank] for rank in sorted(self._active)}
+
     def _typical(self) -> list[float]:
         """Each rank's median speed, or the last one known; of a rank never seen, the others' median."""
-        medians = torch.tensor(self._speeds, dtype=torch.float64).nanmedian(dim=0).values.tolist()
-        pairs = zip(medians, self._last_known, strict=True)
-        self._last_known = [before if math.isnan(own) else own for own, before in pairs]
+        if self._speeds:
+            medians = torch.tensor(self._speeds, dtype=torch.float64).nanmedian(dim=0).values.tolist()
+            pairs = zip(medians, self._last_known, strict=True)
+            self._last_known = [before if math.isnan(own) else own for own, before in pairs]
         known = torch.tensor(self._last_known, dtype=torch.float64).nanmedian().item()
         others = 1.0 if math.isnan(known) else known
         return [others if math.isnan(own) else own for own in self._last_known]
-
-    def _error(self, rank: int) -> float:
-        """Standard error of a rank's median speed, relative to it, from the median absolute deviation."""
-        own = torch.tensor([speeds[rank] for speeds in self._speeds], dtype=torch.float64)
-        median = own.nanmedian()
-        spread = (own - median).abs().nanmedian().item() / median.item()
-        return 0.0 if math.isnan(spread) else 1.2533 * 1.4826 * spread / math.sqrt(len(self._speeds))
 
     def _weights(self, table: Table) -> list[float]:
         """What each rank had in the step, by its own word: a loader that fetches ahead is late with new shares."""
@@ -277,12 +366,12 @@ class Rebalance:
 
     # -- arithmetic
 
-    def _dealt(self, speeds: Sequence[float], overhead: float) -> tuple[int, ...]:
+    def _dealt(self, times: Mapping[int, RankTime], spare: float = 0.0) -> tuple[int, ...]:
         unit, ranks = self._multiple_of, sorted(self._active)
-        of_active = [speeds[rank] for rank in ranks]
-        units = deal(self._total // unit, of_active, least=self._least // unit, overhead=overhead / unit)
+        of_units = [replace(times[rank], per_sample_s=unit * times[rank].per_sample_s) for rank in ranks]
+        units = deal(self._total // unit, of_units, least=self._least // unit, spare=spare)
         counts = dict(zip(ranks, units, strict=True))
-        return tuple(unit * counts.get(rank, 0) for rank in range(len(speeds)))
+        return tuple(unit * counts.get(rank, 0) for rank in range(self._model.world_size))
 
 
 def check_shares(
@@ -307,42 +396,13 @@ def check_shares(
         )
 
 
+def _plain(level: Level) -> list[list[float]]:
+    return [list(level.counts), list(level.seconds), list(level.errors)]
+
+
+def _level(plain: Sequence[Sequence[float]]) -> Level:
+    return Level(*map(tuple, plain))
+
+
 def _rounded_up(count: int, multiple_of: int) -> int:
     return -(-count // multiple_of) * multiple_of
-
-
-def exact_shares(
-    total: float, speeds: Sequence[float], overheads: Sequence[float], *, least: float = 0.0
-) -> list[float]:
-    """Shares of sum ``total``, at least ``least`` each, with which all ranks that have more finish together.
-
-    ``share + overhead`` of a rank takes it that many times ``1 / speed`` seconds.
-    """
-    small: set[int] = set()  # ranks that would have less than the least
-    while True:
-        others = [rank for rank in range(len(speeds)) if rank not in small]
-        left = total - least * len(small) + math.fsum(overheads[rank] for rank in others)
-        seconds = left / math.fsum(speeds[rank] for rank in others) if others else 0.0
-        shares = [seconds * speed - overhead for speed, overhead in zip(speeds, overheads, strict=True)]
-        if not (more := {rank for rank in others if shares[rank] < least}):
-            return [least if rank in small else share for rank, share in enumerate(shares)]
-        small |= more
-
-
-def deal(total: int, speeds: Sequence[float], *, least: int = 0, overhead: float = 0.0) -> list[int]:
-    """Integers of sum ``total``, at least ``least`` each, with the largest ``(units + overhead) / speed`` minimal.
-
-    The exact shares rounded down, and what is left one by one to whoever is done with it first. In Python's own floats,
-    whose results are the same on every machine.
-    """
-    exact = exact_shares(total, speeds, [overhead] * len(speeds), least=least)
-    units = list(map(int, exact))
-    queue = [
-        ((count + 1 + overhead) / speed, rank) for rank, (count, speed) in enumerate(zip(units, speeds, strict=True))
-    ]
-    heapq.heapify(queue)
-    for _ in range(total - sum(units)):
-        _, rank = queue[0]
-        units[rank] += 1
-        heapq.heapreplace(queue, ((units[rank] + 1 + overhead) / speeds[rank], rank))
-    return units

@@ -134,10 +134,10 @@ class Coordinator:
             self.training.restore(history.num_steps)
             self.merging.restore(history.num_steps)
 
-    def work_is_dealt(self) -> None:
+    def work_is_dealt(self, *, evenly: bool = True, after: int = -1) -> None:
         """Tell the deadline policy that ranks have as much of each step as they have time for; on all ranks alike."""
         with self._lock:
-            self.deadline.work_is_dealt()
+            self.deadline.work_is_dealt(evenly=evenly, after=after)
 
     def start(self) -> None:
         """Start the stand-in: from now on this rank can be late, and its stages stay as they are."""

@@ -99,9 +99,14 @@ class CurrentDeadline:
         self._policy = WaitForAll()
         self.after_quorum_s = 0.0
 
-    def work_is_dealt(self) -> None:
-        """From here on each rank gets as much work as it has time for."""
+    def work_is_dealt(self, *, evenly: bool = True, after: int = -1) -> None:
+        """From here on each rank gets as much work as it has time for.
+
+        Whether all then take as long (``evenly``) counts from the step on to which no rank can have come without
+        having heard of it ``after`` this step: its merges are up to ``max_lag`` ahead of its training thread.
+        """
         self._window.dealt = True
+        self._window.deal(evenly=evenly, from_step=after + 2 + self.late_handling.max_lag if after >= 0 else 0)
         self._use_costs()
 
     def prepare(self, plan: StagePlan, slots: Sequence[Slot]) -> None:

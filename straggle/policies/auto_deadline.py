@@ -129,7 +129,7 @@ class AutoDeadline(Deadline):
         self.least_gain = least_gain
         self.max_over_median = max_over_median
         self.chosen: Choice | None = None
-        self._chosen_at = -1
+        self._chosen_at = -1, True
         self._late_handling = LateHandling()
         self._parts: Sequence[int] = ()
 
@@ -144,8 +144,9 @@ class AutoDeadline(Deadline):
         number = history.num_steps - self.warmup_steps if dealt is None else dealt - SETTLED
         since = min(number % self.every, max(0, number - _AT_FIRST + 1))  # steps since the last choice
         most = history.num_steps if dealt is None else dealt
-        if self.chosen is None or history.num_steps - since != self._chosen_at:
-            self._chosen_at, self.chosen = history.num_steps - since, self._choose(history, most, since)
+        if self.chosen is None or (history.num_steps - since, history.evenly) != self._chosen_at:
+            self._chosen_at = history.num_steps - since, history.evenly
+            self.chosen = self._choose(history, most, since)
         if self.chosen.is_probe and since:  # a rank was given more time in the step after that choice
             self.chosen = self._choose(history, most, since - 1, may_hear=False)
         return NextDeadline(self.chosen.tau_s, self.chosen.dropped, self.chosen.after_quorum_s)
@@ -162,7 +163,7 @@ class AutoDeadline(Deadline):
         usual_s = _usual_s(history.compute_s)
         if steps is None or not usual_s < math.inf:  # no rank entered any of these steps
             return Choice(math.inf, 0.0, 0.0)
-        price = price_of(steps.end_s, dealt=history.dealt)
+        price = price_of(steps.end_s, dealt=history.dealt and history.evenly)
         broken = self._broken(history, price)
         if broken and may_hear and self._unheard(history):
             return Choice(_PROBE_TIMES * usual_s, 0.0, 0.0, is_probe=True)

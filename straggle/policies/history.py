@@ -49,7 +49,7 @@ class History:
     as they are now; ``None`` for policies that do not ask for it. ``mean_cost``: ``compute_s`` and `Progress.unit_s`
     are scaled to steps of this cost (`Step.cost`); NaN: no costs were given. ``mean_microbatches``: the same in
     micro-batches, for steps without a cost; NaN: times are as measured. ``dealt``: each rank gets as much work as it
-    has time for, by `Rebalance` or from a pool.
+    has time for, by `Rebalance` or from a pool; and ``evenly``, if no rank is slow whatever it is given.
     """
 
     num_steps: int
@@ -59,6 +59,7 @@ class History:
     mean_cost: float = math.nan
     dealt: bool = False
     mean_microbatches: float = math.nan
+    evenly: bool = True
 
     def last(self, steps: int, before: int = 0) -> History:
         """Its last ``steps`` steps, not counting the ``before`` steps at its end."""
@@ -152,8 +153,14 @@ class HistoryWindow:
         self._finished = torch.frombuffer(self._flags, dtype=torch.bool).view(2 * window, world_size)
         self._views: dict[int, tuple[Tensor, Tensor]] = {}  # views of a full window, by its end
         self.mean_cost, self.mean_microbatches, self.dealt = math.nan, math.nan, False
+        self._evenly = [(0, True)]  # from these numbers of steps on
         self._num_steps = 0
         self._progress: ProgressWindow | None = None
+
+    def deal(self, *, evenly: bool, from_step: int) -> None:
+        """From when so many steps are merged, no rank is slow whatever it is given, or some rank is."""
+        self._evenly = [(step, own) for step, own in self._evenly if step < from_step] or [(0, True)]
+        self._evenly = [*self._evenly[-2:], (from_step, evenly)]
 
     def append(
         self,
@@ -186,7 +193,8 @@ class HistoryWindow:
             seen = self._compute_s[rows], self._finished[rows]
             if self._num_steps >= self._window:
                 self._views[end] = seen
-        return History(self._num_steps, *seen, progress, self.mean_cost, self.dealt, self.mean_microbatches)
+        evenly = next((own for step, own in reversed(self._evenly) if step <= self._num_steps), True)
+        return History(self._num_steps, *seen, progress, self.mean_cost, self.dealt, self.mean_microbatches, evenly)
 
     def restore(self, history: History) -> None:
         """Go on from a history that was saved."""

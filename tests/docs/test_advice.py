@@ -85,6 +85,18 @@ ELSEWHERE = {
     "loaded data for each: write for batch in straggle.LateLoader(model, loader)": (
         "tests/ranks/test_drops.py::test_what_the_line_says_to_write_for_a_rank_that_loads_slowly_helps"
     ),
+    "write for batch in straggle.LateLoader(model, loader)": (
+        "tests/ranks/test_slow_loading.py::test_loop_of_ones_own_is_told_what_keeps_a_late_rank_from_loading_for_each_step"
+    ),
+    "{}, and {}; or leave it out": (
+        "tests/ranks/test_slow_loading.py::test_loop_of_ones_own_is_told_what_keeps_a_late_rank_from_loading_for_each_step"
+    ),
+    "{}, or leave it out": (
+        "tests/ranks/test_slow_loading.py::test_rank_with_a_fixed_delay_keeps_its_share_and_is_named_with_its_place_and_what_to_do"
+    ),
+    "its deadline stops it there; look what it waits for, or leave it out": (
+        "tests/ranks/test_slow_loading.py::test_what_is_said_to_do_helps"
+    ),
     "so --nproc-per-node must be a multiple of it": (
         "tests/unit/commands/test_launch_options.py::test_replica_that_would_be_on_two_nodes_is_refused"
     ),

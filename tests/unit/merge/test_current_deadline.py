@@ -50,3 +50,15 @@ def test_policy_sees_that_work_is_dealt_if_it_is_said():
         deadline.decide(table_of())
     assert (told.history.dealt, alone.history.dealt) == (True, False)
     assert told.history.last(1).dealt
+
+
+def test_whether_all_take_as_long_counts_from_a_step_on_that_no_rank_merges_before_it_has_heard():
+    deadline = CurrentDeadline(FixedDeadline(2.0), LateHandling(max_lag=3), 2)
+    deadline.work_is_dealt()
+    seen = []
+    for step in range(14):
+        deadline.decide(table_of())
+        seen.append(deadline.history.evenly)
+        if step in (2, 7):  # a rank's merges may be three steps ahead of the word about step 2
+            deadline.work_is_dealt(evenly=step == 7, after=step)
+    assert seen == [True] * 6 + [False] * 5 + [True] * 3

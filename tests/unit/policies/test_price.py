@@ -1,10 +1,12 @@
 """What a dropped gradient must bring, of steps whose times are written down, and what AutoDeadline makes of it."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from straggle import AutoDeadline, History, Progress
 from straggle.policies.auto_deadline import choose_for
 from straggle.policies.price import PRICE, one_is_slow, price_of, vary_together
 from straggle.policies.recorded_steps import StepTimes
@@ -142,3 +144,15 @@ def test_longest_deadline_drops_on_a_shared_machine_only_what_brings_its_price()
     assert one.tau_s == 1.2
     assert one.dropped < 0.02
     assert one.gain >= PRICE * one.dropped
+
+
+def test_rank_that_is_slow_whatever_it_is_given_is_a_reason_to_drop_although_work_is_dealt_out():
+    unit_s = torch.tensor([1.0, 1.0, 1.0, 1.8]).view(1, 4, 1).repeat(40, 1, 1) * noise(40, 4, 0.01).unsqueeze(-1)
+    share, at_once = torch.ones_like(unit_s), torch.zeros(40, 4)
+    progress = Progress(unit_s, share, share, torch.ones(1), at_once + 1, at_once, at_once[:, 0])
+    seen = History(40, unit_s[..., 0], torch.ones(40, 4, dtype=torch.bool), progress, dealt=True)
+    assert AutoDeadline().decide(seen).predicted_drop < 0.01
+    assert AutoDeadline().decide(replace(seen, evenly=False)).predicted_drop > 0.2
+    policy = AutoDeadline()
+    policy.decide(seen)
+    assert policy.decide(replace(seen, evenly=False)).predicted_drop > 0.2  # it chooses again at once
