@@ -106,6 +106,25 @@ launch_options() {
   fi
 }
 
+# torchrun that Ctrl-C ends in order; SIGINT is blocked before torch is loaded, and by that in all workers
+at_terminal='import signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+from straggle.commands.launching.at_terminal import main; raise SystemExit(main(sys.argv[1:]))'
+
+# say_until_a_step: a line every ten seconds, until a worker has made a step; it ends with this process, which holds its pipe
+say_until_a_step() {
+  STRAGGLE_SIGNS=$(mktemp -d)
+  export STRAGGLE_SIGNS
+  exec 9> >(
+    trap '' INT
+    seconds=0
+    while read -r -t 1 || [ $? -gt 128 ]; do # a second is over; 1: the pipe is closed
+      seconds=$((seconds + 1))
+      [ -e "$STRAGGLE_SIGNS/stepped" ] || [ $((seconds % 10)) != 0 ] || echo "no step yet after $seconds s"
+    done >&2
+    rm -rf "$STRAGGLE_SIGNS"
+  )
+}
+
 # run MODULE key=value ...: check the configuration once, then start the workers
 run() {
   local name=$1 workers cores where nodes ranks='' word folder='' preload='' shards=''
@@ -116,9 +135,16 @@ run() {
   case " $* " in *" --"* | *" -h "*) exec "$venv/bin/python" -m straggle "$name" "$@" ;; esac
   workers=$( (nvidia-smi --list-gpus 2>/dev/null || true) | grep -c . || true)
   workers=${WORKERS:-$((workers > 0 ? workers : 4))}
+  case $workers in
+    auto | cpu | gpu) ;; # torchrun counts
+    '' | *[!0-9]* | 0) echo "WORKERS=$workers: give the number of workers on this machine, 1 or more" >&2 && exit 2 ;;
+  esac
   if [ -n "${SLURM_STEP_ID:-}" ] && [ -z "${NNODES:-}" ]; then nodes=${SLURM_NNODES:-1}; fi
   case $workers$nodes in *[!0-9]*) ;; *) ranks=$((workers * nodes)) ;; esac # not known where torchrun finds them
-  WORLD_SIZE=$ranks "$venv/bin/python" -m straggle check "$name" "$@"
+  echo "$name with $workers workers: they load torch, and then connect" >&2
+  say_until_a_step
+  trap 'echo "stopped before it began" >&2; exit 130' INT # after the check, which Ctrl-C does not reach
+  (trap '' INT && WORLD_SIZE=$ranks exec "$venv/bin/python" -m straggle check "$name" "$@")
   cores=$(getconf _NPROCESSORS_ONLN)
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > workers ? cores / workers : 1))}
   where=$(rendezvous)
@@ -142,7 +168,7 @@ run() {
       ;;
   esac
   # shellcheck disable=SC2086  # several arguments on purpose
-  exec "$venv/bin/torchrun" $where --nproc-per-node "$workers" -m straggle "$name" "$@"
+  exec "$venv/bin/python" -c "$at_terminal" $where --nproc-per-node "$workers" -m straggle "$name" "$@"
 }
 
 # run_tests [fast|coverage] [pytest options]: of pytest's options the last counts, so -n0 runs all in one process

@@ -32,6 +32,9 @@ def main() -> int:
     except MissingExtra as error:
         sys.stderr.write(f"{error}\n")
         return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped by Ctrl-C\n")
+        return 130
     return status or 0
 
 

@@ -23,6 +23,7 @@ with needs_extra("train"):
 
     from straggle.commands.config import run_configured
     from straggle.commands.config_parts import of_method, of_scenario, slows_ranks
+    from straggle.commands.launching.workers_signs import first_step_is_made
     from straggle.lab.comparison import REFERENCE, TRAIN_ON, Comparison, MethodResult, draw, print_summary
     from straggle.lab.interleaved import TimedJob, seconds_to
     from straggle.lab.jobs import StagedJob, gather, process_group
@@ -51,6 +52,7 @@ def _scenario(name: str, config: DictConfig, workload: Workload, device: torch.d
         steps = min(config.block, config.steps - first)
         for method in in_turn(list(methods), turn):
             methods[method].turn(first, steps)
+            first_step_is_made()
         times = "  ".join(f"{method} {1e3 * median(timed.step_s[-steps:]):.0f}" for method, timed in methods.items())
         console.print(f"{name} step {first + steps}/{config.steps}, ms: {times}".lstrip(), highlight=False)
     turns = len(methods[REFERENCE].turn_s)

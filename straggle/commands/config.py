@@ -28,9 +28,19 @@ from straggle.commands.config_schema import SCHEMAS, ConfigurationError, config_
 from straggle.commands.plain_args import run_command
 from straggle.commands.run_dir import check_run_dir
 
+# of `hydra --hydra-help`
+_HYDRAS_FLAGS = re.compile(
+    "-h|--help|--hydra-help|--version|-c|--cfg|--resolve|-p|--package|-r|--run|-m|--multirun|-sc|--shell-completion|"
+    "-cp|--config-path|-cn|--config-name|-cd|--config-dir|--experimental-rerun|-i|--info"
+)
+
 
 def load(name: str, overrides: Sequence[str]) -> DictConfig:
     """The configuration ``name`` with ``overrides`` such as ``steps=10``; raises `ConfigurationError`."""
+    if unknown := [own for own in overrides if own.startswith("-")]:
+        raise ConfigurationError(_unknown_option(unknown[0]))
+    if wrong := [own for own in overrides if not re.match(r"~|[^=]+=(?!=)", own)]:
+        raise ConfigurationError(f"{wrong[0]!r} is no key=value, such as steps=10")
     register()
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         try:
@@ -43,8 +53,6 @@ def load(name: str, overrides: Sequence[str]) -> DictConfig:
 
 def _explained(error: Exception, name: str, overrides: Sequence[str]) -> str:
     """The complaint of hydra or OmegaConf in one line, with the key; of an unknown key or option, the valid ones."""
-    if wrong := [override for override in overrides if "=" not in override and not override.startswith("~")]:
-        return f"{wrong[0]!r} is no key=value, such as steps=10"
     if isinstance(error, MissingConfigException):
         group, _, wanted = str(error.missing_cfg_file).partition("/")
         return f"{group}={wanted}: choose one of {', '.join(options_of(group))}"
@@ -86,6 +94,8 @@ def run_configured(name: str, work: Callable[[DictConfig], None], usage: str) ->
     if {"-h", "--help"} & set(words):
         sys.stdout.write(f"{usage.strip()}\n\n")
 
+    if (unknown := _unknown_flag(words)) is not None:
+        refuse(ConfigurationError(_unknown_option(unknown)))
     by_hydra = any(word.startswith("-") or "hydra" in word for word in words)
 
     @wraps(work)  # hydra looks for the module that it is of
@@ -104,6 +114,16 @@ def run_configured(name: str, work: Callable[[DictConfig], None], usage: str) ->
     config = complain_and_exit(name, words)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
     checked(config)
+
+
+def _unknown_option(word: str) -> str:
+    return f"unknown option {word}; keys are written without dashes, such as steps=10"
+
+
+def _unknown_flag(words: Sequence[str]) -> str | None:
+    """The first word with dashes that is none of Hydra's flags."""
+    dashed = (word for word in words if word.startswith("-"))
+    return next((word for word in dashed if not _HYDRAS_FLAGS.fullmatch(word.partition("=")[0])), None)
 
 
 def refuse(error: Exception, status: int = 2) -> NoReturn:

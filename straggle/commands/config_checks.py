@@ -5,15 +5,15 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from straggle.extras import needs_extra
 
 with needs_extra("train"):
     from hydra.utils import get_class, instantiate
-    from omegaconf import DictConfig, OmegaConf
+    from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import nn
 
 from straggle.backward.stages import plan_stages
@@ -32,24 +32,50 @@ def check(name: str, config: DictConfig) -> None:
     It raises `ConfigurationError`, or OmegaConf's errors.
     """
     OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SCHEMAS[name]), config))
-    with _naming_the_part():
+    if config.get("run_dir") == "":
+        raise ConfigurationError("run_dir=: give a folder, such as runs/mine")
+    with _naming_the_part(config):
         model = instantiate(config.workload).model() if "workload" in config else None
         _build(config, model)
     for method, own in config.get("methods", {}).items():
-        with _naming_the_part(f"methods.{method}: "):
+        with _naming_the_part(config, f"methods.{method}: "):
             _build_method(of_method(config, str(method)), own.get("job"), model)
 
 
 @contextmanager
-def _naming_the_part(prefix: str = "") -> Iterator[None]:
-    """Raise `ConfigurationError` for whatever a constructor complains of, with the key of that constructor."""
+def _naming_the_part(config: DictConfig, prefix: str = "") -> Iterator[None]:
+    """Raise `ConfigurationError` for whatever a constructor complains of, with the key of that constructor.
+
+    If that is a ``TypeError``, it is said instead which value is of another type than the constructor's.
+    """
     try:
         yield
     except Exception as error:
         where = re.search("^full_key: (.+)$", str(error), re.MULTILINE)
         cause = error.__cause__ if where else error
+        if where and isinstance(cause, TypeError) and (misfit := _misfit(OmegaConf.select(config, where[1]))):
+            raise ConfigurationError(f"{prefix}{where[1]}.{misfit}") from None
         complaint = " ".join(str(cause).split())
         raise ConfigurationError(f"{prefix}{where[1]}: {complaint}" if where else f"{prefix}{complaint}") from None
+
+
+def _misfit(part: Any) -> str | None:
+    """The first value of a part that is no number or list, though its constructor takes only such."""
+    if not isinstance(part, DictConfig):
+        return None
+    built: Any = get_class(part._target_)
+    hints = get_type_hints(built.__init__)
+    for key, value in ((str(key), part[key]) for key in part):
+        wanted = hints.get(key)
+        kinds = {get_origin(kind) or kind for kind in (wanted, *get_args(wanted))}
+        if value is None or bool in kinds or str in kinds:
+            continue
+        numbers, listed = not kinds.isdisjoint((int, float)), not kinds.isdisjoint((list, Sequence, Collection))
+        if listed and not (isinstance(value, (list, ListConfig)) and all(isinstance(own, int) for own in value)):
+            return f"{key}={value}: must be a list of numbers, such as [0,1]"
+        if numbers and not listed and not isinstance(value, (int, float)):
+            return f"{key}={value}: must be a number"
+    return None
 
 
 def _build(config: DictConfig, model: nn.Module | None) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from straggle.commands.launching.agent import Agent, Worker, say
-from straggle.commands.launching.launch_options import PIDS_DIR, SECRET, arguments
+from straggle.commands.launching.launch_options import PIDS_DIR, SECRET, arguments, port_number
 from straggle.commands.launching.launcher import Events, Launcher, next_event, serve_until_signal, signals_into
 from straggle.commands.launching.nodes import Nodes
 from straggle.commands.launching.restarting import RestartRules
@@ -180,7 +180,7 @@ def _each(replicas: Sequence[Together], times: int) -> list[Together]:
 
 def _store_only(words: Sequence[str]) -> int:
     options = argparse.ArgumentParser(prog="straggle launch --store-only", allow_abbrev=False)
-    options.add_argument("--port", type=int, required=True, help="served on all IPv4 addresses of this machine")
+    options.add_argument("--port", type=port_number, required=True, help="served on all IPv4 addresses of this machine")
     port = options.parse_args(words[1:]).port
     events: Events = SimpleQueue()
     with signals_into(events):

@@ -32,6 +32,8 @@ def arguments(words: Sequence[str]) -> dict[str, Any]:
     numbers = [part for part in keys.get("steps", "").strip("[]").split(",") if part.strip()]
     if wrong := [part for part in numbers if not part.strip().isdigit()]:
         raise ValueError(f"steps={keys['steps']}: {wrong[0]!r} is no step; give numbers such as steps=0,30")
+    if empty := [key for key in ("compare", "out") if keys.get(key) == ""]:
+        raise ValueError(f"{empty[0]}=: a path is needed")
     return {
         "run_dir": Path(folders[0]),
         "compare": Path(keys["compare"]) if "compare" in keys else None,

@@ -58,6 +58,14 @@ def finish(
     _print(summary, run_dir, Replicas.of(reports))
 
 
+def say_stopped(config: DictConfig, done: int) -> None:
+    """Say that a run was ended early, after ``done`` steps, and what can be had of it."""
+    sys.stdout.write(
+        f"stopped after step {done} of {config.steps}; resume=true goes on from there, and "
+        f"`python -m straggle report {config.run_dir}` makes a page of it\n"
+    )
+
+
 def write_page(run_dir: Path) -> None:
     """Write the run as a page; what goes wrong with it does not change the run's result."""
     try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,7 @@ with needs_extra("train"):
         write_decision,
         write_shares,
     )
-    from straggle.commands.result import finish, metrics_of, write_config, write_page
+    from straggle.commands.result import finish, metrics_of, say_stopped, write_config, write_page
     from straggle.commands.train_elastic import train_elastic
     from straggle.observe.console import LiveView
 
@@ -38,6 +37,7 @@ import torch.distributed as dist
 
 from straggle.commands.agreement import RefusedByAll, on_all_ranks
 from straggle.commands.config import refuse, run_configured
+from straggle.commands.launching.workers_signs import asked_at_terminal, end_file, first_step_is_made
 from straggle.commands.run_dir import one_run
 from straggle.lab.jobs import StagedJob, gather, process_group
 from straggle.observe.recording import DecisionWriter, file_of
@@ -61,7 +61,7 @@ def train(config: DictConfig) -> None:
         return
     run_dir = Path(config.run_dir)
     checkpoint = Checkpoint(run_dir / "checkpoint")
-    with process_group() as device, StopSignal() as stop, ExitStack() as held:
+    with process_group() as device, StopSignal(file=end_file()) as stop, ExitStack() as held:
         is_first = dist.get_rank() == 0
         on_all_ranks(lambda: held.enter_context(one_run(run_dir)) if is_first else None)
         resume = _resumes(config, checkpoint)
@@ -79,7 +79,9 @@ def train(config: DictConfig) -> None:
         not_saved = _save(checkpoint, done, job)
         if done < config.steps and not_saved is None:
             if is_first:
-                sys.stdout.write(f"stopped after step {done} of {config.steps}; resume=true goes on from there\n")
+                say_stopped(config, done)
+                if asked_at_terminal() and config.report:
+                    write_page(run_dir)
             exit_at_once()
         if done == config.steps:
             _end(job, config, reports)
@@ -137,6 +139,8 @@ def _train(job: StagedJob, config: DictConfig, first_step: int) -> list[StepRepo
             if rank == 0 and job.rebalance is not None and number in (first_step, job.rebalance.schedule[-1][0]):
                 write_shares(run_dir, job.rebalance)
             job.step(number)
+            if number == first_step:
+                first_step_is_made()
             write_decision(job, decisions)
             if rank == 0:
                 reports.append(job.report)

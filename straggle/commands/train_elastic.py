@@ -27,8 +27,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from straggle.commands.agreement import ALL, OneReplica, OverStore, Ranks, on_all_ranks
 from straggle.commands.checkpoint import BehindPeers, Checkpoint, NotSaved
 from straggle.commands.config_schema import ConfigurationError
+from straggle.commands.launching.workers_signs import first_step_is_made
 from straggle.commands.replaying import decisions_of, write_decision, write_shares
-from straggle.commands.result import finish, metrics_of, write_config, write_page
+from straggle.commands.result import finish, metrics_of, say_stopped, write_config, write_page
 from straggle.commands.run_dir import one_run_of_members
 from straggle.lab.jobs import StagedJob, process_group
 from straggle.lab.sharding import Sharded
@@ -166,6 +167,7 @@ def _train(job: StagedJob, config: DictConfig, checkpoint: Checkpoint, first_ste
     observed.enter_context(metrics_of(job, config))
     shown, saves = _Shown(job, config, observed), False
     for report in _steps(job, config.steps):
+        first_step_is_made()
         if decisions is not None:
             write_decision(job, decisions)
         if trace is not None and trace.add(report):
@@ -260,7 +262,7 @@ def _end(job: StagedJob, config: DictConfig, checkpoint: Checkpoint, told: Any) 
     if done >= config.steps:
         _finish(job, config, ranks, told)
     elif ranks.leads and not_saved is None:
-        sys.stdout.write(f"stopped after step {done} of {config.steps}; resume=true goes on from there\n")
+        say_stopped(config, done)
     if not_saved is not None:
         raise not_saved
 

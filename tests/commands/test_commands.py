@@ -125,6 +125,14 @@ def test_view_names_absent_ranks_and_says_when_the_members_change() -> None:
         (["deadline=quantile", "deadline.q=1.5"], "q=1.5: a quantile lies between 0 and 1"),
         (["workload.path=/nowhere"], "text path not found: /nowhere"),
         (["tset"], "'tset' is no key=value"),
+        (["=5"], "'=5' is no key=value"),
+        (["steps==5"], "'steps==5' is no key=value"),
+        (["--steps=5"], "unknown option --steps=5; keys are written without dashes, such as steps=10"),
+        (["run_dir="], "run_dir=: give a folder"),
+        (["faults.slow.ranks=3"], "faults.slow.ranks=3: must be a list of numbers, such as [0,1]"),
+        (["faults.slow.ranks=all"], "faults.slow.ranks=all: must be a list of numbers, such as [0,1]"),
+        (["faults.slow.factor=abc"], "faults.slow.factor=abc: must be a number"),
+        (["optimizer.lr=abc"], "optimizer.lr=abc: must be a number"),
         (["stages=200"], "stages=200: this model can be divided into 1 to"),
         (["stages=[blocks.9]"], "stages not found in GPT: ['blocks.9']; it has embedding"),
         (["estimator=last_own", "estimator.weight=2"], "weight=2: relative to a computed gradient's weight of 1"),
@@ -197,9 +205,11 @@ def launch_of(folder: Path, *words: str, **environment: str) -> str:
         (folder / part).mkdir(parents=True, exist_ok=True)
     for name in ("pyproject.toml", "constraints.txt", "launch.sh", "conf/train.yaml", "conf/parallel/sharded.yaml"):
         (folder / name).write_bytes((ROOT / name).read_bytes())
-    for name in ("python", "torchrun"):
-        (folder / ".venv" / "bin" / name).write_text(f'#!/bin/sh\necho {name} "${{WORLD_SIZE:-none}}" "$@"\n')
-        (folder / ".venv" / "bin" / name).chmod(0o755)
+    python = folder / ".venv" / "bin" / "python"  # started with -c it is torchrun, which Ctrl-C ends in order
+    python.write_text(
+        '#!/bin/sh\nname=python\n[ "$1" = -c ] && name=torchrun && shift 2\necho $name "${WORLD_SIZE:-none}" "$@"\n'
+    )
+    python.chmod(0o755)
     (folder / "launch.sh").chmod(0o755)
     plain = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "RDZV", "NNODES", "PET_"))}
     command = [str(folder / "launch.sh"), *words]
@@ -249,6 +259,14 @@ def test_each_command_for_several_machines_starts_torchrun_as_one_that_trains_on
         printed = launch_of(tmp_path, "steps=2", WORKERS="1", **environment)
         expected = f"torchrun none {words.removeprefix('torchrun ')} --nproc-per-node 1 {train} steps=2"
         assert expected in " ".join(printed.split())
+
+
+@pytest.mark.parametrize("workers", ["abc", "0", "-1", "2.5"])
+def test_launch_refuses_a_number_of_workers_that_is_none(workers: str, tmp_path: Path) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        launch_of(tmp_path, "steps=2", WORKERS=workers)
+    assert refused.value.returncode == 2
+    assert f"WORKERS={workers}: give the number of workers on this machine" in refused.value.stderr
 
 
 def test_what_is_installed_with_the_extra_dev_is_not_installed_again(tmp_path: Path) -> None:
@@ -328,6 +346,8 @@ def test_wrong_key_ends_the_command_with_one_message_and_no_traceback(tmp_path: 
     said = run_command("train", 1, "stepz=3", folder=tmp_path, status=2)
     assert said.startswith("unknown key stepz")
     assert "Traceback" not in said
+    said = run_command("train", 1, "--steps=5", folder=tmp_path, status=2)
+    assert said.startswith("unknown option --steps=5; keys are written without dashes")
 
 
 # -- complete runs

@@ -162,6 +162,69 @@ def test_terminated_run_leaves_a_checkpoint_and_goes_on_as_if_it_had_not_been(ru
     assert parts["steps"] == whole["steps"] == done + 5
 
 
+# -- Ctrl-C of launch.sh, which the terminal sends to each of its processes
+
+
+@contextlib.contextmanager
+def launch_script(folder, *keys):
+    """launch.sh with two workers in a process group of its own, as a shell starts it; with its output."""
+    command = [str(ROOT / "launch.sh"), *KEYS, *keys, "run_dir=run"]
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            command, cwd=folder, env={**ENVIRONMENT, "WORKERS": "2"}, stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        yield process, folder / "log"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def ctrl_c(process):
+    os.killpg(process.pid, signal.SIGINT)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (ROOT / ".venv").exists(), reason="launch.sh would set up its environment")
+def test_ctrl_c_ends_a_run_after_its_step_with_a_checkpoint_and_a_page_and_leaves_no_target(tmp_path):
+    run = tmp_path / "run"
+    with launch_script(tmp_path, "steps=100000", "metrics=prometheus", "metrics.port=0") as (process, log):
+        wait_for_steps(lambda: process.poll() is None, run / "trace.jsonl", 5)
+        ctrl_c(process)
+        assert process.wait(120) == 0
+        printed = log.read_text()
+    assert "Traceback" not in printed
+    assert printed.count("Ctrl-C: the run ends after the step that it is in") == 1
+    assert f"stopped after step {saved_step(run)} of 100000" in printed
+    assert f"report: {Path('run', 'report.html')}" in printed
+    assert "steps" in (run / "report.html").read_text()
+    assert not list((run / "targets").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (ROOT / ".venv").exists(), reason="launch.sh would set up its environment")
+@pytest.mark.parametrize(
+    "words",
+    [(), ("faults=random_delay", "faults.delay.probability=1", "faults.delay.seconds=60")],
+    ids=["loading", "in a long step"],
+)
+def test_ctrl_c_before_the_first_step_or_twice_ends_all_processes_without_a_traceback(words, tmp_path):
+    with launch_script(tmp_path, "steps=100000", *words) as (process, log):
+        while "train with 2 workers" not in log.read_text():
+            time.sleep(0.05)
+        if words:
+            wait_for_steps(lambda: process.poll() is None, tmp_path / "run" / "decisions" / "rank0.jsonl", 0)
+        ctrl_c(process)
+        if words:
+            time.sleep(1.0)
+            ctrl_c(process)
+        assert process.wait(120) == (128 + signal.SIGTERM if words else 130)
+        printed = log.read_text()
+    assert "Traceback" not in printed
+    assert ("SIGTERM: the workers have ended" if words else "stopped before it began") in printed
+
+
 # -- the worker of docker/, which is torchrun on several nodes
 
 STOPPED = 128 + signal.SIGTERM

@@ -203,6 +203,13 @@ def _endpoint(text: str) -> StoreAddress:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def port_number(text: str) -> int:
+    """A port that others can be told of: 1 to 65535."""
+    if not text.isdigit() or not 0 < int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text}: must be a port, 1 to 65535")
+    return int(text)
+
+
 def _num_workers(text: str) -> int:
     if text not in ("gpu", "cpu", "auto"):
         return _positive(text)
