@@ -29,7 +29,6 @@ def cases_of(table: object) -> list[Case]:
 # what a run shows, and help; they refuse nothing
 SHOWN = {
     "advise/answer.py",
-    "commands/train.py",
     "commands/train_elastic.py",
     "commands/words.py",
     "lab/comparison.py",
@@ -44,6 +43,10 @@ HELP = {
 GROUPS = "tests/ranks/test_advice_data.py::test_process_group_is_made_as_the_texts_say"
 # followed by tests of their own: words of the text, and the test
 ELSEWHERE = {
+    "stopped after step {} of {}; resume=true goes on from there, and": (
+        "tests/commands/test_stopping.py::test_terminated_run_leaves_a_checkpoint_and_goes_on_as_if_it_had_not_been"
+    ),
+    "{}: must be a port, 1 to 65535": "tests/unit/commands/test_launch_options.py::test_port_of_a_store_is_a_port",
     "Call it after the block, or seldom; the mean of a number needs no call of its own": (
         "tests/ranks/test_gathers.py::test_what_the_warning_says_to_do_gives_the_same_means_and_ends_the_wait"
     ),

@@ -95,6 +95,13 @@ def script(path):
 
 COMMANDS = {
     "{} is no key=value, such as steps=10": (train("steps"), train("steps=10")),
+    "unknown option {}; keys are written without dashes, such as steps=10": (train("--steps=10"), train("steps=10")),
+    "run_dir=: give a folder, such as runs/mine": (train("run_dir="), train("run_dir=runs/mine")),
+    "{}={}: must be a list of numbers, such as [0,1]": (
+        train("faults.slow.ranks=3"),
+        train("faults.slow.ranks=[0,1]"),
+    ),
+    "{}={}: must be a number": (train("faults.slow.factor=twice"), train("faults.slow.factor=2")),
     "no command {} with a configuration: choose one of {}": (
         lambda _: checked("run"),
         lambda _: checked("simulate"),

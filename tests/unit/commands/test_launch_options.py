@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from straggle.commands.launch import LaunchedJob, worker_environment
-from straggle.commands.launching.launch_options import arguments
+from straggle.commands.launching.launch_options import arguments, port_number
 from straggle.commands.launching.store_host import StoreAddress
 
 TWO_NODES = ["--nnodes", "2", "--rdzv-endpoint", "node0:29500"]
@@ -129,3 +130,10 @@ def test_replica_that_would_be_on_two_nodes_is_refused(capsys: pytest.CaptureFix
         arguments(["--nproc-per-node=3", "--replica-size=2", "train.py"], {})
     assert "--nproc-per-node must be a multiple of it, and is 3" in capsys.readouterr().err
     assert arguments(["--nproc-per-node=4", "--replica-size=2", "train.py"], {}).replica_size == 2
+
+
+def test_port_of_a_store_is_a_port() -> None:
+    assert [port_number("1"), port_number("65535")] == [1, 65535]
+    for text in "0", "65536", "-1", "http", "1.5", "":
+        with pytest.raises(argparse.ArgumentTypeError, match="must be a port, 1 to 65535"):
+            port_number(text)
