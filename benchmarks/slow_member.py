@@ -32,7 +32,7 @@ from straggle.lab.local_ranks import run_on_ranks
 from straggle.report import text_table
 
 SLOW_FROM, AFTER = 30, 60  # the first slow step, and steps after the last
-WAYS = {"put out": straggle.Elastic(), "waited for": straggle.Elastic(link_gain=math.inf)}
+WAYS = {"put out": straggle.Elastic(), "waited for": straggle.Elastic(absence_gain=math.inf)}
 
 
 @dataclass(frozen=True)

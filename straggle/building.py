@@ -143,7 +143,7 @@ def _wings(rank: RankParts, members: Members | None, stuck: StuckWatch, *, merge
         rank,
         merged_bytes=merged_bytes,
         begins=members is not None and members.comes_late,
-        out=frozenset if members is None else members.out_by_link,
+        out=frozenset if members is None else members.put_out_ranks,
         on_long=_nothing if members is None else members.member.judge_long_merge,
     )
     return OptionalParts(Replay(rank, rank.channel), Pulling(rank), pings, stuck, members)

@@ -352,11 +352,11 @@ class StepReport:
         return plain
 
 
-ChangeKind = Literal["ended", "silent", "raised", "restarted", "link", "notice", "joined"]
+ChangeKind = Literal["ended", "silent", "raised", "restarted", "slow", "link", "notice", "joined"]
 CHANGE_KINDS: tuple[ChangeKind, ...] = get_args(ChangeKind)
-# done: its loop is over; ended: its process; returns: it asks to be let in again at once; link: its link is too slow;
-# notice: it was told that its process is to end
-LeavingKind = Literal["done", "ended", "silent", "raised", "restarted", "returns", "link", "notice"]
+# done: its loop is over; ended: its process; returns: it asks to be let in again at once; slow: its work takes too
+# long; link: its link is too slow; notice: it was told that its process is to end
+LeavingKind = Literal["done", "ended", "silent", "raised", "restarted", "returns", "slow", "link", "notice"]
 LEAVING_KINDS: tuple[LeavingKind, ...] = get_args(LeavingKind)
 _COUNTED_AS: Mapping[str, ChangeKind] = {kind: kind for kind in CHANGE_KINDS} | {
     "done": "ended",
@@ -386,8 +386,8 @@ class MembersReport:
         default_factory=dict,
         metadata=described(
             "`left` in one word: `done` (its loop is over), `ended` (its process), `silent` (no sign of life), "
-            "`raised` (an error in its code), `restarted`, `returns` (it asks to be let in again at once), `link` (its "
-            "link is too slow), `notice` (it was told to end)",
+            "`raised` (an error in its code), `restarted`, `returns` (it asks to be let in again at once), `slow` (its "
+            "work takes too long), `link` (its link is too slow), `notice` (it was told to end)",
             stable=True,
         ),
     )

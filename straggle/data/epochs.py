@@ -81,6 +81,7 @@ class Epochs:
         self._in_hand: tuple[int, int, int] | None = None  # where the batch is from that the loop has
         self._num_made = 0  # steps with it
         self._behind = False  # this rank does not know what its peers have brought
+        self._probed = False  # the loop has timed a step of its own: another batch, whose loading is timed as well
         self._num_loads = 0
         self.sampler: Sampler[list[int]] = _OwnBatches(self)
         self._hook = model.register_step_hook(self._merged)
@@ -152,7 +153,7 @@ class Epochs:
             yield batch
             num_unused = 0
             # it was not used, as if the loop caught an error; or it came too late for a step
-            while self._behind or not self._num_made or self._in_hand == self._place:
+            while not self._probed and (self._behind or not self._num_made or self._in_hand == self._place):
                 num_unused = 0 if self._num_made else num_unused + 1
                 if num_unused > _MAX_UNUSED:
                     raise RuntimeError(
@@ -169,14 +170,14 @@ class Epochs:
                 return
 
     def _take(self) -> None:
-        self._in_hand, self._num_made = self._place, 0
+        self._in_hand, self._num_made, self._probed = self._place, 0, False
         count = len(self._ledger.of(self._model.rank))
         self._model.idle = not self._behind and not count
         self._model.default_weight = (count or 1) / self._batch_size  # each sample counts the same
 
     def _merged(self, record: StepRecord) -> None:
         """After each step."""
-        self._num_made += 1
+        self._num_made, self._probed = self._num_made + 1, record.table.probed
         parts = parts_of(record, self._repeat_up_to)
         if len(parts.absent) == self._model.world_size:  # all of them for one that is no member itself
             self._behind = True

@@ -71,7 +71,7 @@ class LateLoader(Generic[Batch]):
     def _merged(self, record: StepRecord) -> None:
         """After each step: a step in which all ranks have done their work costs one look."""
         table = record.table
-        if not table.is_usual and self._model.rank in table.missed_ranks() | table.absent_ranks():
+        if not table.is_usual and not table.probed and self._model.rank in table.missed_ranks() | table.absent_ranks():
             self._again.extendleft(reversed(self._in_hand))
         elif not self._in_hand:  # another step with the same batch
             self._again.clear()

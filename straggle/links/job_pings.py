@@ -17,7 +17,7 @@ from straggle.policies.rank_links import RankLink
 class JobPings(Wing):
     """``num_bytes`` were sent for it. ``begins``: at once, and not with the first steps.
 
-    ``out()``: the ranks that were put out because of their links. ``on_long(links)``: a merge takes many times as long
+    ``out()``: the ranks that were put out because they are slow. ``on_long(links)``: a merge takes many times as long
     as usual, and meanwhile this rank has measured these.
     """
 
@@ -72,7 +72,7 @@ class JobPings(Wing):
 
 
 def merged_step(step: int, seconds: float, table: Table, out: Collection[int], *, takes_part_from: int) -> Merged:
-    """A merged step as the pings need it; ``out``: ranks that were put out because of their links.
+    """A merged step as the pings need it; ``out``: ranks that were put out because they are slow.
 
     ``takes_part_from``: the step from which on this rank takes part. Before that its last merged step shows nothing: it
     has been put out since, or has not come back yet.

@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 class Merged:
     """A merged step as the pings need it: its seconds, those on the network, and the ways that all ranks know.
 
-    ``out``: ranks that were put out of the members because of their links, which are pinged all the same.
+    ``out``: ranks that were put out of the members because they are slow, which are pinged all the same.
     """
 
     step: int

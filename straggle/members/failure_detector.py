@@ -39,7 +39,7 @@ class FailureDetector:
     """Watches the members for one incarnation of one rank, from `start` to `stop`; it also beats at each look.
 
     ``exited(store, rank)`` is how the rank's last process ended, if an agent has reported it. At least ``least``
-    members stay when one is put out because of its link. A rank of a replica watches those of the other replicas that
+    members stay when one is put out because it is slow. A rank of a replica watches those of the other replicas that
     have its shard, and the next one of its own: a replica is put out if one of its ranks is gone before its loop is
     over.
     """
@@ -61,7 +61,7 @@ class FailureDetector:
         self.healing: frozenset[int] = frozenset()  # members that could give no state now; written by the merge
         self.without_state: frozenset[int] = frozenset()  # members that wait for their state; written by the merge
         self.is_out = False  # this rank is no member, or its view is not formed yet; written by the merge
-        self.kept_out: Mapping[int, Leaving] = {}  # ranks that are no members until their link is back; see `keep_out`
+        self.kept_out: Mapping[int, Leaving] = {}  # ranks that are no members while they are slow; see `keep_out`
         self.is_in_step: Callable[[], bool] = lambda: False  # whether the training thread is in a step
         self.alone = False  # this rank is no member, and no member gives a sign of life
         self.lost_of_replica = ""  # this rank is no member, and why a rank of its replica will not come back, if so
@@ -218,7 +218,7 @@ class FailureDetector:
         if not (broken or self._have_state(view.without(gone), view)):
             dead = set(map(self._member, self._silence.longer_than(_DEAD_S)))
             gone = {member: why for member, why in gone.items() if why.kind != "silent" or member in dead}
-        gone = {**self._leaving_by_link(view.without(gone)), **gone}
+        gone = {**self._leaving_as_slow(view.without(gone)), **gone}
         if gone:
             self._chain.propose(store, view, view.without(gone))
         elif self._broken_in == view.generation and now - self._broken_at >= _ANEW_S:
@@ -286,7 +286,7 @@ class FailureDetector:
         """Why a member leaves; of a replica, which of its ranks is the reason."""
         return words if self._inside.size == 1 else f"rank {rank} of it: {words}"
 
-    def _leaving_by_link(self, view: View) -> dict[int, Leaving]:
+    def _leaving_as_slow(self, view: View) -> dict[int, Leaving]:
         own = {rank: why for rank, why in self.kept_out.items() if rank in view.members}
         left = view.without(own)
         if not own or left.shortfall(self._least, with_returning=False):

@@ -16,22 +16,26 @@ class Refused(ValueError):
 
 class JoinRequests:
     """Requests by and to one incarnation of one rank. ``description``: what newcomers must share with the members.
+    ``own_probe``: the number and the seconds of the last probe of this rank; of a new process, any and 0.
 
     ``refusal``: why no rank at all can be let in; empty if one can be.
     ``wanted``: by member, the requests to be let in that this rank has read; all ranks of a member have to ask.
+    ``probes``: by member that is kept out and asks, what it says of itself.
     """
 
     def __init__(self, rank: int, world_size: int, incarnation: str, seal: Seal, inside: InReplica = ALONE) -> None:
         self._rank, self._world_size, self._incarnation, self._inside = rank, world_size, incarnation, inside
         self._seal = seal
         self.description = self.refusal = ""
+        self.own_probe: tuple[float, float] | None = None
         self.wanted: Mapping[int, str] = {}
+        self.probes: Mapping[int, tuple[float, float]] = {}
         self._number = 0  # the number of the request that was dealt with last
 
     def ask(self, store: Any) -> None:
         """Ask to be let in; the members answer with a view that has this incarnation, or with a refusal."""
         key = f"join/{self._inside.rank(self._rank)}"
-        store.set(key, self._seal.seal(key, json.dumps([self._incarnation, self.description])))
+        store.set(key, self._seal.seal(key, json.dumps([self._incarnation, self.description, self.own_probe])))
         store.add("joins", 1)
 
     def answered(self, store: Any) -> None:
@@ -45,31 +49,35 @@ class JoinRequests:
             raise Refused(why)
 
     def hear(self, store: Any, view: View, kept_out: Collection[int]) -> None:
-        """Read the requests, except those of ranks in ``kept_out``; a refused rank is told why."""
+        """Read the requests, except that of ranks in ``kept_out`` only the probes count; a refused rank is told why."""
         if (number := store.add("joins", 0)) == self._number:
             return
-        wanted = {}
+        wanted, probes = {}, {}
         for rank in range(self._world_size):
             asked = [self._asked(store, each) for each in self._inside.ranks(rank)]
-            incarnation, description = asked[self._inside.shard]
-            if not incarnation or {own for own, _ in asked} != {incarnation}:
+            incarnation, description, probe = asked[self._inside.shard]
+            if not incarnation or {own for own, _, _ in asked} != {incarnation}:
                 continue
-            if view.members.get(rank) == incarnation or rank in kept_out:
+            if view.members.get(rank) == incarnation:
+                continue
+            if rank in kept_out:
+                if probe is not None:
+                    probes[rank] = probe
                 continue
             if why := _refusal(self.description, description) or self.refusal:
                 refused = f"refused/{rank}/{incarnation}"
                 store.set(refused, self._seal.seal(refused, why))
             else:
                 wanted[rank] = incarnation
-        self._number, self.wanted = number, wanted
+        self._number, self.wanted, self.probes = number, wanted, probes
 
-    def _asked(self, store: Any, rank: int) -> tuple[str, str]:
-        """With which incarnation a rank asks, and what it shares with the members; both empty if it does not ask."""
+    def _asked(self, store: Any, rank: int) -> tuple[str, str, tuple[float, float] | None]:
+        """With which incarnation a rank asks, what it shares with the members, and its probe; empty if it asks not."""
         key = f"join/{rank}"
         if not store.check([key]) or (word := self._seal.open(key, store.get(key).decode())) is None:
-            return "", ""
-        incarnation, description = json.loads(word)
-        return str(incarnation), description
+            return "", "", None
+        incarnation, description, probe = json.loads(word)
+        return str(incarnation), description, None if probe is None else (float(probe[0]), float(probe[1]))
 
     def refuse(self, why: str) -> None:
         """From now on let no rank in, and tell those that ask why."""
@@ -82,7 +90,7 @@ class JoinRequests:
 
     def forget(self) -> None:
         """Forget the requests, as another rank leads; if this one leads again, it reads them again."""
-        self.wanted, self._number = {}, 0
+        self.wanted, self.probes, self._number = {}, {}, 0
 
     def take(self, store: Any, view: View) -> dict[int, str]:
         """Take the requests of ranks that are no members and are to be let in now."""

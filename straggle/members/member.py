@@ -44,7 +44,7 @@ class Member:
         self._membership = membership
         membership.detector.is_in_step = lambda: self.is_in_step
         self.notice = Notice(membership, is_out=lambda: self.is_out)
-        self.links: PutOut | None = None  # who is put out because of its link; `None`: no rank
+        self.slow: PutOut | None = None  # who is put out because it is slow; `None`: no rank
         self.changed_in = -1  # the step in which the members changed last, the same on all of them
         self.fell_behind = False  # a member that needs a state, because more steps were merged than may wait for it
         self.is_back = False  # the training thread has been between two steps since
@@ -65,6 +65,12 @@ class Member:
     def is_out(self) -> bool:
         """Whether this rank is no member, or waits for the view that lets it in."""
         return self._rank.merging.takes_part_from == sys.maxsize and not self.fell_behind
+
+    @property
+    def is_out_for_work(self) -> bool:
+        """Whether it is no member because its work takes too long, and may show that it does no more."""
+        left = self._membership.chain.left
+        return self.is_out and left is not None and left.kind == "slow" and not self._rank.training.gathers
 
     @property
     def is_in_step(self) -> bool:
@@ -122,8 +128,8 @@ class Member:
             new = self._rank.channel.rank in view.joined and merging.takes_part_from == sys.maxsize
             if new:
                 self._come_in(view, repair)
-            if self.links is not None:
-                self.links.follow(view, repair.step, new=new)
+            if self.slow is not None:
+                self.slow.follow(view, repair.step, new=new)
             if (current := merging.round) is not None:
                 device = self._rank.device
                 device.wait_for_all()  # here the round is copied by a queue of which no other thread's knows
@@ -167,8 +173,8 @@ class Member:
     def judge_long_merge(self, links: Sequence[RankLink]) -> None:
         """Judge the links that this rank has measured during a merge that takes many times as long as usual."""
         with self._lock:
-            if self.links is not None:
-                self.links.long_merge(links)
+            if self.slow is not None:
+                self.slow.long_merge(links)
 
     def put_out(self) -> None:
         """This rank is no longer a member: its steps have no merge until it is let in again."""
@@ -186,8 +192,8 @@ class Member:
             self._rank.ring.clear()
             self._rank.stand_in.rest()
             self._rank.training.stop_up_to(sys.maxsize)
-            if self.links is not None:
-                self.links.begin_anew()
+            if self.slow is not None:
+                self.slow.begin_anew()
             merging.step_merged.notify_all()
 
     def end(self, error: BaseException) -> None:
@@ -228,11 +234,17 @@ class Member:
             for number, table in self._tables:
                 if number >= history.num_steps:
                     deadline.decide(table)
-                self._judge_links(number, table)
+                self._judge(number, table)
             self._tables = []
             self._catch_up = training.step, sys.maxsize
             self._note_healing(self._healing)
             self._end_healing_if_caught_up()
+
+    def probe(self) -> None:
+        """The training thread goes through the step that it is about to enter, though nothing of it is merged."""
+        with self._lock:
+            if self.is_out:
+                self._rank.training.probe()
 
     # -- the ranks of a replica, after each merged step; on the training thread
 
@@ -335,7 +347,7 @@ class Member:
         if self._rank.stand_in.gives_nothing and self._catch_up is None and not self.fell_behind:
             self._tables.append((step, table))
         else:
-            self._judge_links(step, table)
+            self._judge(step, table)
         if self._catch_up is not None and stood_in >= set(self._rank.rounds.ranks):
             self._end_healing()  # the others have ended or are no further: none of them waits for this rank
         self.notice.merged(step, table, place)
@@ -367,9 +379,9 @@ class Member:
         leads = self._rank.channel.rank == min(set(self._rank.rounds.ranks) - leaving, default=-1)
         self._membership.chain.hold(Hold(step + 1, leads, leaving))
 
-    def _judge_links(self, step: int, table: Table) -> None:
-        if self.links is not None:
-            self.links.merged(step, table, len(self._rank.rounds.plan.buckets()))
+    def _judge(self, step: int, table: Table) -> None:
+        if self.slow is not None:
+            self.slow.merged(step, table, len(self._rank.rounds.plan.buckets()), self._rank.rounds.plan.shares)
 
     def _note_healing(self, ranks: frozenset[int]) -> None:
         self._healing = self._membership.detector.healing = ranks

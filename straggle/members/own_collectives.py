@@ -13,13 +13,13 @@ import time
 from torch.distributed.c10d_logger import _c10d_logger
 
 from straggle.members.membership import Membership
-from straggle.members.view import NOT_KNOWN, View
+from straggle.members.view import NOT_KNOWN, SLOW, View
 from straggle.merge.channel import PeerFailed
 from straggle.merge.groups import is_of_peer
 from straggle.stuck.frames import frames_of, place_of
 from straggle.stuck.states import INSTEAD
 
-_LIVES = ("returns", "link", "restarted")  # kinds of leaving of a process that may still run
+_LIVES = ("returns", *SLOW, "restarted")  # kinds of leaving of a process that may still run
 _log = logging.getLogger(__name__)
 
 

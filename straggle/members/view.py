@@ -24,14 +24,15 @@ class Elastic:
     """Ranks may die, freeze, be cut off and come back while the others go on.
 
     ``min_ranks``: with fewer members the job ends (default: more than half of those that it was started with).
-    ``suspect_s``: a member that has sent no sign of life for so many seconds is put out; one that is slow is not.
-    ``link_gain``: a member whose link is slow is put out while the others are expected to merge at least ``link_gain``
-    times as many gradients a second without it; it comes back when its link does. Infinite: no member is put out.
+    ``suspect_s``: a member that has sent no sign of life for so many seconds is put out.
+    ``absence_gain``: a member that is slow for good, in its data, its layers or its link, is put out while the others
+    merge at least so many times the gradients a second without it; it comes back when it would bring more. Infinite: no
+    member is put out.
     """
 
     min_ranks: int | None = None
     suspect_s: float = 2.0
-    link_gain: float = 1.1
+    absence_gain: float = 1.1
 
     def __post_init__(self) -> None:
         if self.min_ranks is not None and (
@@ -40,8 +41,10 @@ class Elastic:
             raise ValueError(f"min_ranks={self.min_ranks!r}: must be an integer, at least 1")
         if isinstance(self.suspect_s, bool) or not 0.5 <= self.suspect_s < math.inf:
             raise ValueError(f"suspect_s={self.suspect_s!r}: must be a finite number of seconds, at least 0.5")
-        if not is_number(self.link_gain) or not self.link_gain >= 1:
-            raise ValueError(f"link_gain={self.link_gain!r}: must be a number, at least 1 (inf: no member is put out)")
+        if not is_number(self.absence_gain) or not self.absence_gain >= 1:
+            raise ValueError(
+                f"absence_gain={self.absence_gain!r}: must be a number, at least 1 (inf: no member is put out)"
+            )
 
     def least(self, world_size: int) -> int:
         """The smallest number of members that go on. Raises ``ValueError`` if the job has fewer ranks."""
@@ -59,6 +62,7 @@ class Leaving:
 
 
 DONE = Leaving("done", "ended")  # its loop is over
+SLOW = ("slow", "link")  # kinds of leaving of a member that is put out, for its work or its link
 NOTICE = Leaving("notice", "was told to end, and handed its place over")
 NOT_KNOWN = "not known"  # the reason of a change in a view that a rank has not seen
 STARTED_AGAIN = Leaving("restarted", "was started again")
@@ -86,7 +90,8 @@ class View:
 
     ``changes`` since the view before. Ranks that joined take part from ``step`` on, and get their state from the member
     ``giver``; in later views that is still the step of those that joined last. ``ended``: ranks whose loop is over;
-    ``returning``: ranks that live and may be let in again.
+    ``returning``: ranks that live and may be let in again. ``put_out``: those of them that were put out because they
+    are slow; ``for_work``: and not by their links.
     ``job``: drawn with the first view, and the same in all that follow it. ``begun``: all members of the first view
     have wrapped their model; until then the view is given up if one of them is restarted.
     """
@@ -98,7 +103,8 @@ class View:
     giver: int = -1
     ended: frozenset[int] = frozenset()
     returning: frozenset[int] = frozenset()
-    by_link: frozenset[int] = frozenset()
+    put_out: frozenset[int] = frozenset()
+    for_work: frozenset[int] = frozenset()
     job: str = ""
     begun: bool = field(default=False, compare=False)
     joined: frozenset[int] = field(init=False)
@@ -122,8 +128,9 @@ class View:
         left = {rank: own for rank, own in self.members.items() if rank not in gone}
         changes = tuple(Change.left(rank, gone[rank]) for rank in sorted(gone) if rank in self.members)
         ended = self.ended | {change.rank for change in changes if change.kind == "done"}
-        returning = self.returning | {change.rank for change in changes if change.kind in ("returns", "link")}
-        by_link = self.by_link | {change.rank for change in changes if change.kind == "link"}
+        returning = self.returning | {change.rank for change in changes if change.kind in ("returns", *SLOW)}
+        put_out = self.put_out | {change.rank for change in changes if change.kind in SLOW}
+        for_work = self.for_work | {change.rank for change in changes if change.kind == "slow"}
         return View(
             self.generation + 1,
             left,
@@ -131,7 +138,8 @@ class View:
             self.step,
             ended=ended,
             returning=returning,
-            by_link=by_link,
+            put_out=put_out,
+            for_work=for_work,
             job=self.job,
         )
 
@@ -165,7 +173,8 @@ class View:
             giver,
             ended=self.ended - set(new),
             returning=self.returning - set(new),
-            by_link=self.by_link - set(new),
+            put_out=self.put_out - set(new),
+            for_work=self.for_work - set(new),
             job=self.job,
         )
 
@@ -196,23 +205,25 @@ class View:
         """The text that is kept in the store."""
         changes = [[change.rank, change.joined, change.reason, change.kind] for change in self.changes]
         members = {str(rank): self.members[rank] for rank in self.ranks}
-        apart = [sorted(self.ended), sorted(self.returning), sorted(self.by_link)]
+        apart = [sorted(self.ended), sorted(self.returning), sorted(self.put_out), sorted(self.for_work)]
         return json.dumps([self.generation, members, changes, self.step, self.giver, *apart, self.job, self.begun])
 
     @classmethod
     def decode(cls, text: str, world_size: int) -> View:
         """The view of a text. Raises ``ValueError`` if it is no view of a job of ``world_size`` ranks."""
         try:
-            generation, members, changes, step, giver, ended, returning, by_link, job, begun = json.loads(text)
+            generation, members, changes, step, giver, *ranks, job, begun = json.loads(text)
+            ended, returning, put_out, for_work = (frozenset(map(int, own)) for own in ranks)
             view = cls(
                 int(generation),
                 {int(rank): str(own) for rank, own in members.items()},
                 tuple(Change(int(rank), bool(joined), str(why), _kind(kind)) for rank, joined, why, kind in changes),
                 int(step),
                 int(giver),
-                frozenset(map(int, ended)),
-                frozenset(map(int, returning)),
-                frozenset(map(int, by_link)),
+                ended,
+                returning,
+                put_out,
+                for_work,
                 str(job),
                 bool(begun),
             )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +16,7 @@ from straggle.members.elastic import ElasticChannel
 from straggle.members.healing import Healing
 from straggle.members.member import Member
 from straggle.members.own_collectives import OwnCollectives
+from straggle.members.probe import Probes
 from straggle.members.put_out import PutOut
 from straggle.members.regrouping import Regrouping
 from straggle.members.view import NOTICE
@@ -29,6 +32,8 @@ from straggle.report import HealingReport, MembersReport
 from straggle.source.source import GradientSource
 
 _GONE_S = 1.5  # more than what it takes to suspect a rank whose connection broke
+
+_log = logging.getLogger(__name__)
 
 OnChanged = Callable[[MembersReport], None]
 
@@ -48,6 +53,7 @@ class Members(Wing):
         self.completion = MembersCompletion(rank, self.member)
         self.departure = self.member.notice
         self.comes_late = channel.comes_late
+        self._probes = Probes(rank.stopwatch.now, self._tell_probe)
         self._own_collectives = OwnCollectives(channel.membership, known_s=_GONE_S)
         rank.stand_in.waits_for_room = False  # a rank that is far behind takes a state instead, so no peer waits for it
 
@@ -65,20 +71,20 @@ class Members(Wing):
     ) -> None:
         """Connect the coordinator. ``shared``: objects of the library whose state a returning rank needs."""
         self._coordinator, self._begin_with_plan = coordinator, begin_with_plan
-        of_links: dict[str, Any] = {}
+        put_out: dict[str, Any] = {}
         vote = self._rank.replica.vote
         if vote is None or self.channel.membership.inside.size == 1:
-            self.member.links = of_links["straggle.links"] = PutOut(
+            self.member.slow = put_out["straggle.put_out"] = PutOut(
                 self.channel.membership, num_bytes=coordinator.num_bytes
             )
-        else:  # each shard has links of its own: no replica is put out because of them
+        else:  # each shard has rows and links of its own: no replica is put out because it is slow
             vote.question = AskReplica(self.member, self.channel.membership)
         self.regrouping = Regrouping(self.channel, self.member, max_buckets=max_buckets)
         self.regrouping.on_changed = on_changed
         self.healing = Healing(
             self.channel, self._rank, coordinator, self.member, self.regrouping, module, state, source
         )
-        self.healing.register({**of_links, **shared})
+        self.healing.register({**put_out, **shared})
         if self.comes_late:
             self.member.put_out()
 
@@ -87,9 +93,9 @@ class Members(Wing):
         """The members' ranks, as far as this rank knows."""
         return self.channel.membership.view.ranks
 
-    def out_by_link(self) -> frozenset[int]:
-        """The ranks that are no members, or are about to be none, because of their links."""
-        return self.member.links.out if self.member.links is not None else frozenset()
+    def put_out_ranks(self) -> frozenset[int]:
+        """The ranks that are no members, or are about to be none, because they are slow."""
+        return self.member.slow.out if self.member.slow is not None else frozenset()
 
     @property
     def report(self) -> HealingReport:
@@ -106,6 +112,7 @@ class Members(Wing):
     def _come_late(self) -> None:
         """Ask the members of the running job to be let in."""
         self.comes_late = False
+        self.channel.membership.joins.own_probe = self._of_new_process()
         order, seconds = self.channel.plan()
         self._begin_with_plan(list(map(int, order)), seconds)
         self._coordinator.make_spare()
@@ -125,7 +132,22 @@ class Members(Wing):
         self._rank.stand_in.is_known = False
         if self.comes_late:
             self._come_late()
+        own_s = self._probes.came()
         self.healing.before_step()
+        if not self.member.is_out_for_work:
+            self._probes.forget()
+        elif self._probes.enter(own_s, self.channel.membership.detector.furthest_step - self._rank.training.step):
+            self.member.probe()
+
+    def _of_new_process(self) -> tuple[float, float]:
+        """Of this process nobody knows how slow it is; the number is that of no other, and exact in a row."""
+        return -1.0 - zlib.crc32(self.channel.membership.incarnation.encode()) % 2**20, 0.0
+
+    def _tell_probe(self, seconds: float) -> None:
+        """Say with the next request to be let in what a step of this rank's own work takes now."""
+        step = self._rank.training.step
+        self.channel.membership.joins.own_probe = float(step + 1), seconds
+        _log.info("rank %d: %.3f s for a step of its own, while it is no member", self._rank.channel.name, seconds)
 
     def stands_in(self) -> None:
         """Drop the ring if no more merged steps may wait for the training thread."""
@@ -133,20 +155,24 @@ class Members(Wing):
 
     def submit(self, current: Round, row: Row) -> Row:
         """Add to the row whether newcomers may come in after this step, and whether this rank is to leave."""
+        if probes := self.channel.membership.joins.probes:
+            rank = sorted(probes)[current.step % len(probes)]
+            row = row._replace(probed=rank + 1, probe_number=probes[rank][0], probe_s=probes[rank][1])
         if leaves := self.member.leaves(current):
             return row._replace(leaves=leaves)
         return row._replace(admits=True) if self.member.admits(current) else row
 
     def leave(self) -> None:
-        """Raise the error that ended the job, if any."""
+        """Raise the error that ended the job, if any, and note that the work of a probe's step is over."""
         self._rank.check_ended()
+        self._probes.leave()
 
     def rows_merged(self, current: Round) -> None:
         """Clear the rows of ranks that were no members."""
         self.member.rows_merged(current)
 
     def merged(self, current: Round) -> None:
-        """Note which ranks have their state, which are let in, and whose link is slow."""
+        """Note which ranks have their state, which are let in, and which are slow."""
         self.member.merged(current)
 
     def taken(self) -> None:
@@ -160,6 +186,8 @@ class Members(Wing):
             self.member.put_out()
         else:
             self.healing.after_step()
+        if self.member.is_out:
+            self._probes.left()
 
     def failed(self, what: str) -> None:
         """Leave the members, so that the peers go on."""

@@ -70,6 +70,7 @@ def row_of(
         merge_s=merging.merge_s,
         num_microbatches=max(1, passes.number),
         microbatch_s=tuple(training.microbatch_s) if in_step else (),
+        gathers=training.gathers,
         joins_over=training.no_more_after(merging.step, stood_in=current.stood_in),
         without_store=without_store,
         state=state,

@@ -8,6 +8,7 @@ guards both sides. They are written by their methods only, with the lock held if
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from typing import NamedTuple
 
@@ -89,6 +90,7 @@ class TrainingSide:
         self.stop_step = -1  # it is to leave every step up to this one; by whoever merges
         # the same, by any thread, a signal handler included. It cannot take the lock, and must not lose what is above
         self.asked_step = -1
+        self.probes = False  # it takes no part in its step, and goes through it all the same, to time its own work
 
     # -- the training thread
 
@@ -103,6 +105,10 @@ class TrainingSide:
         self.passes, self.weight = EqualPasses(entry.num_microbatches), 1.0
         self.cost, self.microbatch_s = math.nan, []
         self.collectives.begin()
+
+    def probe(self) -> None:
+        """It is about to enter a step that is none of its peers', and is to go through it."""
+        self.probes, self.stop_step, self.asked_step = True, self.step - 1, self.step - 1
 
     def keep(self, kept: int) -> None:
         """The mark of the gradients that it keeps is decided."""
@@ -148,6 +154,9 @@ class TrainingSide:
         self.step += 1
         self.entered_at = None
         self.taking = False
+        if self.probes:
+            self.probes = False
+            self.stop_up_to(sys.maxsize)
 
     def pause(self, now: float) -> None:
         """The loop pauses, between two steps."""

@@ -62,6 +62,7 @@ class StepResult:
         current.stood_in, current.sent = True, {}
         current.generation = max(1, current.generation)  # the ranks that merge are others than at first
         current.table = Table(current.buffers.rows.clone(), num_stages)
+        current.table.probed = rank.training.probes
         self._ended_s = rank.deadline.seconds, rank.deadline.shadow_s
         since_s = now - rank.training.applied_at
         current.record = self._recorded(current, since_s if math.isfinite(since_s) else 0.0, now)

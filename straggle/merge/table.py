@@ -7,6 +7,7 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
+from operator import mul
 from typing import TypeVar
 
 import torch
@@ -103,7 +104,8 @@ class Table:
 
     ``of_stages``: where a row has its numbers of each stage. ``total_weight``: the weight of the entire step over all
     ranks, if known (`share_weight`). ``is_usual``: all ranks have done all of their work, their optimizers stepped
-    once, and only the step's times matter.
+    once, and only the step's times matter. ``probed``: this rank took no part, and went through the step all the same,
+    to time its own work.
     """
 
     def __init__(self, rows: Tensor | array[float], num_stages: int) -> None:
@@ -119,6 +121,7 @@ class Table:
         # no row has `Row.is_unusual`, and all gradients are finite
         self.is_usual = not (any(self._columns["unusual"]) or any(self._columns["nonfinite"]))
         self.total_weight: float | None = None
+        self.probed = False
 
     @cached_property
     def rows(self) -> Tensor:
@@ -148,6 +151,13 @@ class Table:
         """Weight of each rank's step; 0 if it had no data, or took no part."""
         columns = (self._columns[name] for name in ("weight", "idle", "absent"))
         return [0.0 if idle or absent else own for own, idle, absent in zip(*columns, strict=True)]
+
+    def given(self, shares: Sequence[float]) -> list[float]:
+        """Weight of the gradients that each rank gave; ``shares``: of the model, in each stage."""
+        if self.is_usual:
+            return self.weight()
+        computed = self.rows[:, self.of_stages.computed].tolist()
+        return [own * sum(map(mul, part, shares)) for own, part in zip(self.weight(), computed, strict=True)]
 
     def network_s(self, seconds: float) -> float:
         """The rest of a step of ``seconds`` after the last rank had submitted.

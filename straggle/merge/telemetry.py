@@ -68,6 +68,10 @@ class Row(NamedTuple):
     pool_weight: float = 0.0  # and this
     counts_behind: int = 0  # as `StepReport` has it
     skipped_before: bool = False  # so many steps before, no rank had a gradient that could be applied
+    gathers: bool = False  # its loop begins collectives of its own in its steps
+    probed: int = 0  # a rank that is out, and of which it has heard what its own work takes, plus 1;
+    probe_number: float = 0.0  # and which time its own work this was, and its seconds
+    probe_s: float = 0.0
     joins_over: int = 0  # the loops over `join` for which it has no more data after this step
     fingerprint: int = NO_FINGERPRINT  # of what it holds
     state: int = UNFINISHED  # the mark of what its forward pass changed beside gradients (`state/exchange.py`)

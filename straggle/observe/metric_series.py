@@ -31,8 +31,8 @@ COUNTERS = {own.name: own.text for own in _DECLARED if own.kind == "counter"} | 
     "during the merge.",
     "stood_in_steps": "Late steps that the stand-in submitted, because this rank was stuck.",
     "members_changes": "Ranks that left or joined while this rank was a member. ended: its process; silent: no sign of "
-    "life; raised: an error in its code; restarted: it asks to be let in again; link: its link is too slow; "
-    "notice: it was told to end.",
+    "life; raised: an error in its code; restarted: it asks to be let in again; slow: its work takes "
+    "too long; link: its link is too slow; notice: it was told to end.",
     "healing_seconds": "Seconds from when this rank was let in until it had the state of its peers.",
     "healing_bytes": "Bytes of the state that this rank took from its peers.",
     "ping_bytes": "Bytes that this rank has sent to measure links.",

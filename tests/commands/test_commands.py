@@ -148,9 +148,12 @@ def test_view_names_absent_ranks_and_says_when_the_members_change() -> None:
         (["rebalance=by_speed", "rebalance.window=0"], "window=0: must be an integer of at least 2"),
         (["delays=none"], "unknown key delays; valid keys: steps"),
         (["members=elastic", "members.suspect_s=0"], "suspect_s=0: must be a finite number of seconds, at least 0.5"),
-        (["members=elastic", "members.link_gain=0.5"], "link_gain=0.5: must be a number, at least 1"),
+        (["members=elastic", "members.absence_gain=0.5"], "absence_gain=0.5: must be a number, at least 1"),
         (["pings=maybe"], "pings: Value 'maybe' is not a valid bool"),
-        (["members=elastic", "members.foo=1"], "unknown key members.foo; members has min_ranks, suspect_s, link_gain"),
+        (
+            ["members=elastic", "members.foo=1"],
+            "unknown key members.foo; members has min_ranks, suspect_s, absence_gain",
+        ),
         (
             ["parallel=sharded", "rebalance=by_speed"],
             "rebalance=by_speed and parallel=sharded exclude each other: samples are dealt out to ranks",
@@ -169,7 +172,7 @@ def test_wrong_key_or_value_is_refused_with_the_valid_ones(keys: list[str], mess
 def test_other_options_are_named_only_where_the_chosen_one_has_no_such_key() -> None:
     with pytest.raises(ConfigurationError) as error:
         load("train", ["members=elastic", "members.min_rank=2"])
-    assert str(error.value) == "unknown key members.min_rank; members has min_ranks, suspect_s, link_gain"
+    assert str(error.value) == "unknown key members.min_rank; members has min_ranks, suspect_s, absence_gain"
 
 
 @pytest.mark.parametrize(

@@ -670,6 +670,7 @@ def test_rank_that_left_is_named_and_counted_by_reason():
             "silent": 1,
             "raised": 0,
             "restarted": 0,
+            "slow": 0,
             "link": 0,
             "notice": 0,
             "joined": 0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,10 +36,8 @@ class Measured:
 
     def __init__(self, table: Table, links: list[RankLink]) -> None:
         self.absent_ranks, self.links, self.column = table.absent_ranks, lambda: links, table.column
-        self.last_submitted_s = 1.0
-
-    def compute_s(self) -> list[float]:
-        return [0.1] * NUM_RANKS
+        self.last_submitted_s, self.weight, self.given = 1.0, table.weight, table.given
+        self.is_usual = table.is_usual
 
 
 @dataclass(frozen=True)
@@ -60,9 +59,9 @@ class Impaired:
         """Show ``put_out`` these links in place of what it would read from the telemetry."""
         merged: Any = put_out.merged
 
-        def shown(step: int, table: Table, num_messages: int) -> None:
+        def shown(step: int, table: Table, num_messages: int, shares: Sequence[float]) -> None:
             is_seen = self.found or self.rank in put_out.out
-            merged(step, Measured(table, self.links(step if is_seen else 0)), num_messages)
+            merged(step, Measured(table, self.links(step if is_seen else 0)), num_messages, shares)
 
         setattr(put_out, "merged", shown)  # noqa: B010 - a method
 
@@ -74,7 +73,7 @@ def train(rank, board: Board, impaired: Impaired, found_by=None):
     """
     changes, reports = [], []
     with staged(mlp(), members=Elastic(suspect_s=1.0)) as model:
-        impaired.measured(model._members.member.links)
+        impaired.measured(model._members.member.slow)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         model.register_state(optimizer=optimizer)
         model.register_members_hook(changes.append)

@@ -205,10 +205,10 @@ VALUES = {
         lambda _: straggle.OptimizerMomentum(torch.optim.AdamW(mlp().parameters())),
         lambda _: straggle.OptimizerMomentum(SGD(mlp().parameters(), momentum=0.9)),
     ),
-    "link_gain={}: must be a number, at least 1 (inf: no member is put out)": (
-        lambda _: straggle.Elastic(link_gain=0.5),
-        lambda _: straggle.Elastic(link_gain=1),
-        lambda _: straggle.Elastic(link_gain=math.inf),
+    "absence_gain={}: must be a number, at least 1 (inf: no member is put out)": (
+        lambda _: straggle.Elastic(absence_gain=0.5),
+        lambda _: straggle.Elastic(absence_gain=1),
+        lambda _: straggle.Elastic(absence_gain=math.inf),
     ),
     "inner={}: give a straggle.Deadline": (
         lambda _: straggle.Shadow(0.5),

@@ -42,14 +42,16 @@ class Merged:
     def absent_ranks(self) -> frozenset[int]:
         return self._absent
 
-    last_submitted_s = 1.0
+    last_submitted_s, is_usual = 1.0, True
 
     def column(self, name: str) -> tuple[float, ...]:
-        assert name == "merge_s"
-        return (0.0,) * 4
+        return (0.1 if name == "busy_s" else 0.0,) * 4
 
-    def compute_s(self) -> list[float]:
-        return [0.1] * 4
+    def weight(self) -> list[float]:
+        return [1.0] * 4
+
+    def given(self, shares: Sequence[float]) -> list[float]:  # noqa: ARG002
+        return [1.0] * 4
 
     def links(self) -> list[RankLink]:
         return [RankLink() if rank in self._absent else FAST for rank in range(4)]

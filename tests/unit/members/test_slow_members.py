@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
-from straggle.members.slow_members import AFTER_LOOKS, SeenLinks, SlowMembers, gradients_a_second
+from straggle.members.absence import Seen, gradients_a_second
+from straggle.members.slow_members import AFTER_LOOKS, SlowMembers
 from straggle.policies.rank_links import RankLink
 
 FAST, NEARLY, HALF, NARROW = (RankLink(0.0002, rate, rate) for rate in (20e6, 15e6, 10e6, 1e6))
@@ -18,13 +20,14 @@ UNKNOWN = RankLink()
 NUM_BYTES = 5.1e6
 
 
-def seen(links: Sequence[RankLink], min_ranks: int = 2, *, compute_s: float = 0.1, num_messages: int = 1) -> SeenLinks:
-    return SeenLinks(links, NUM_BYTES, num_messages, compute_s, min_ranks=min_ranks)
+def seen(links: Sequence[RankLink], min_ranks: int = 2, *, compute_s: float = 0.1, num_messages: int = 1) -> Seen:
+    number = len(links)
+    return Seen(
+        links, [compute_s] * number, [1.0] * number, [1.0] * number, NUM_BYTES, num_messages, min_ranks=min_ranks
+    )
 
 
-def after(
-    now: SlowMembers, of: SeenLinks, steps: int = 20, min_gain: float = 1.1, *, step_s: float = 1.0
-) -> SlowMembers:
+def after(now: SlowMembers, of: Seen, steps: int = 20, min_gain: float = 1.1, *, step_s: float = 1.0) -> SlowMembers:
     for _ in range(steps):
         now = now.after_step(now.step, step_s, lambda: of, min_gain)
     return now
@@ -61,7 +64,7 @@ def after(
 def test_a_member_with_a_slow_link_is_put_out_if_the_others_merge_more_without_it(
     links: Sequence[RankLink], min_ranks: int, absent: set[int], out: set[int]
 ) -> None:
-    now = SeenLinks(links, NUM_BYTES, 1, 0.1, frozenset(absent), min_ranks)
+    now = replace(seen(links, min_ranks), absent=frozenset(absent))
     assert after(SlowMembers(), now).out == out
     assert after(SlowMembers(), now, min_gain=math.inf).out == frozenset()
 
@@ -96,7 +99,7 @@ def test_two_steps_of_a_slow_link_change_nothing_and_three_put_its_rank_out() ->
 def test_links_are_looked_at_each_third_of_a_second_or_after_each_step(step_s: float, steps_a_look: int) -> None:
     now, looks = SlowMembers(), list[int]()
 
-    def look() -> SeenLinks:
+    def look() -> Seen:
         looks.append(now.step)
         return seen([FAST, FAST, FAST, NARROW])
 
@@ -143,7 +146,7 @@ def test_a_rank_returns_at_once_where_too_few_members_are_left() -> None:
     links = [FAST, FAST, FAST, NARROW]
     out = after(SlowMembers(), seen(links, 3))
     assert out.out == {3}
-    assert after(out, SeenLinks(links, NUM_BYTES, 1, 0.1, frozenset({1}), 3), 1).out == frozenset()
+    assert after(out, replace(seen(links, 3), absent=frozenset({1})), 1).out == frozenset()
 
 
 @pytest.mark.parametrize("half", [10, 12, 25])

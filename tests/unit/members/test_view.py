@@ -62,17 +62,17 @@ def test_views_of_equal_members_are_written_alike():
         '"text"',
         "[1, {}, [], 0, 0]",
         '[1, {}, [], 0, 0, [], [], 0, "", false]',
-        '["x", {}, [], 0, 0, [], [], [], "", false]',
-        '[null, {}, [], 0, 0, [], [], [], "", false]',
-        '[1, [], [], 0, 0, [], [], [], "", false]',
-        '[1, {"x": "a"}, [], 0, 0, [], [], [], "", false]',
-        '[1, {}, [["x", true, "", "silent"]], 0, 0, [], [], [], "", false]',
-        '[1, {}, [[1, true, "", "because"]], 0, 0, [], [], [], "", false]',
-        '[1, {}, [[1, true]], 0, 0, [], [], [], "", false]',
-        '[1, {}, 5, 0, 0, [], [], [], "", false]',
-        '[1, {}, [5], 0, 0, [], [], [], "", false]',
+        '["x", {}, [], 0, 0, [], [], [], [], "", false]',
+        '[null, {}, [], 0, 0, [], [], [], [], "", false]',
+        '[1, [], [], 0, 0, [], [], [], [], "", false]',
+        '[1, {"x": "a"}, [], 0, 0, [], [], [], [], "", false]',
+        '[1, {}, [["x", true, "", "silent"]], 0, 0, [], [], [], [], "", false]',
+        '[1, {}, [[1, true, "", "because"]], 0, 0, [], [], [], [], "", false]',
+        '[1, {}, [[1, true]], 0, 0, [], [], [], [], "", false]',
+        '[1, {}, 5, 0, 0, [], [], [], [], "", false]',
+        '[1, {}, [5], 0, 0, [], [], [], [], "", false]',
         "[1, {}, [], 0, 0, 0]",
-        '[1e400, {}, [], 0, 0, [], [], [], "", false]',
+        '[1e400, {}, [], 0, 0, [], [], [], [], "", false]',
         "[" * 5000,
     ],
 )
@@ -84,7 +84,7 @@ def test_what_is_no_view_is_a_value_error(text):
 @pytest.mark.parametrize(("generation", "rank"), [(-1, 0), (1, 4), (1, -1)])
 def test_view_of_another_job_is_a_value_error(generation, rank):
     with pytest.raises(ValueError, match="in a job of 4 ranks"):
-        View.decode(json.dumps([generation, {rank: "a"}, [], 0, 0, [], [], [], "", False]), 4)
+        View.decode(json.dumps([generation, {rank: "a"}, [], 0, 0, [], [], [], [], "", False]), 4)
 
 
 def test_members_leave_with_their_reasons():

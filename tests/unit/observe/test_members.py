@@ -29,6 +29,7 @@ def test_who_was_a_member_before_writes_a_change(ranks, joined, writer):
         ("raised", "raised"),
         ("restarted", "restarted"),
         ("returns", "restarted"),
+        ("slow", "slow"),
         ("link", "link"),
         ("notice", "notice"),
     ],
