@@ -8,6 +8,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -181,6 +182,7 @@ class StagedJob(Job):
     With ``work=pulled`` the ranks draw the step's micro-batches, and each loads those that it draws: a slow one fewer.
     Else, with ``rebalance``, its unit is a sample if a step has one micro-batch, and otherwise a complete micro-batch.
     If members come and go, ``epochs`` deals the samples, so that none is lost with a rank; those of a replica are.
+    A rank that missed a step has the same batches in the next one, so that it loads none for the steps that it missed.
     """
 
     model: StagedDataParallel
@@ -211,6 +213,10 @@ class StagedJob(Job):
             self.rebalance = instantiate(config.rebalance, model=self.model, total=self._total // self._unit)
             self.samples_per_step = self._unit  # the weight is the rank's share
         self._position = _Position()
+        self._in_hand: _InHand | None = None  # of the last step
+        self._missed = False  # the last step
+        self.model.loads_missed = False
+        self.model.register_step_hook(self._merged)
         self._comes_and_goes = bool(config.get("members"))
         self.epochs: Epochs | None = None
         if self._comes_and_goes and not self._pulls and self.mesh is None:
@@ -268,10 +274,18 @@ class StagedJob(Job):
                 loss.backward()  # type: ignore[no-untyped-call]
 
     def _batches(self, number: int) -> Sequence[tuple[Tensor, Tensor]]:
-        if not self._pulls:
-            return super()._batches(number)
-        self._position.number = number
-        return ()
+        if self._pulls:
+            self._position.number = number
+            return ()
+        samples, had = self._samples(number), self._in_hand
+        if had is None or not self._missed or (self.epochs is not None and not had.has(samples)):
+            had = self._in_hand = _InHand(samples, self._weight, [self._load(own) for own in samples])
+        self._weight = had.weight
+        return had.batches
+
+    def _merged(self, record: StepRecord) -> None:
+        """After each step."""
+        self._missed = not record.table.is_usual and self.model.rank in record.table.missed_ranks()
 
     def _pool(self) -> StepBatches:
         """All micro-batches of the step."""
@@ -318,6 +332,19 @@ class StagedJob(Job):
         if self._garbage is not None:
             self._garbage.close()
         self.model.close()
+
+
+@dataclass(frozen=True)
+class _InHand:
+    """The ``batches`` of a step, and whose samples they are."""
+
+    samples: Sequence[Tensor]
+    weight: float
+    batches: Sequence[tuple[Tensor, Tensor]]
+
+    def has(self, samples: Sequence[Tensor]) -> bool:
+        """Whether they are of these samples."""
+        return len(samples) == len(self.samples) and all(map(torch.equal, samples, self.samples))
 
 
 class _Position:

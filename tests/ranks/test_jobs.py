@@ -1,0 +1,55 @@
+"""The commands' jobs on real ranks: a rank that loads slowly loads nothing for the steps that it has missed."""
+
+import pytest
+import torch
+from ranks import digest, run_ranks
+from training import Signals
+
+from straggle.commands.config import load
+from straggle.lab.jobs import StagedJob
+from straggle.lab.workloads.synthetic import Synthetic
+
+FIRST, LAST = 2, 4  # steps that rank 1 misses, while it loads
+OPTIONS = ["batch_size=2", "deadline=fixed", "deadline.budget_s=1.0", "late_handling.grace_s=0.0", "faults=none"]
+ONE_FOR_ONE = ["rebalance=none"]
+
+
+class Slow(Synthetic):
+    """Notes what is loaded, and waits before the batch of step ``FIRST``."""
+
+    def __init__(self, wait):
+        super().__init__(width=4, depth=1, num_samples=64)
+        self.wait, self.loaded = wait, []
+
+    def batch(self, samples):
+        if len(self.loaded) == FIRST:
+            self.wait()
+        self.loaded.append(samples.tolist())
+        return super().batch(samples)
+
+
+def train(rank, config):
+    """What this rank has loaded in eight steps, which of them counted for rank 1, and the parameters."""
+    signals = Signals()
+    workload = Slow(lambda: signals.wait(f"merged {LAST}") if rank else None)
+    job = StagedJob(config, workload, torch.device("cpu"))
+    counted = []
+    for number in range(8):
+        if number == LAST + 1:
+            signals.send("in time") if rank else signals.wait("in time")
+        job.step(number)
+        own = job.report.ranks[1]
+        counted.append(not own.idle and own.reach == 1)
+        if rank == 0 and number == LAST:
+            signals.send(f"merged {LAST}")
+    parameters = digest(job.module.parameters())
+    job.close()
+    return workload.loaded, counted, parameters
+
+
+@pytest.mark.parametrize("options", [ONE_FOR_ONE, ["rebalance=by_speed"]], ids=["equal", "by speed"])
+def test_rank_that_loads_slowly_has_the_same_batch_until_it_is_in_time(options):
+    (others, _, same), (own, counted, parameters) = run_ranks(train, 2, load("train", [*OPTIONS, *options]))
+    assert counted == [True] * FIRST + [False] * (LAST - FIRST + 1) + [True] * 3
+    assert (len(others), len(own)) == (8, 8 - (LAST - FIRST + 1))
+    assert parameters == same
