@@ -6,7 +6,7 @@ Only ``seconds``, and ``network_s`` with it, are measured by each rank's own clo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -514,6 +514,12 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
         for row in rows
     ]
     return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def in_words(ranks: Collection[int]) -> str:
+    """As in "ranks 1, 2 and 5"."""
+    *first, last = map(str, sorted(ranks))
+    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
 
 
 def finite_or_none(value: Any) -> Any:

@@ -181,6 +181,8 @@ class Compare(Train):
         for name, own in self.methods.items():
             is_given = bool(self.parallel) and _is_of("LocalSgdJob", own.job)
             self._refuse_sharded(name, "its ranks train alone, each with a copy", is_given=is_given)
+            is_given = bool(self.parallel) and _is_of("WithoutJob", own.job)
+            self._refuse_sharded(name, "it leaves out ranks, each with a copy", is_given=is_given)
         if "ddp" not in self.methods:
             raise ConfigurationError(f"methods={list(self.methods)}: ddp must be among them, for comparison")
         for name in self.scenarios or ():

@@ -362,7 +362,7 @@ class _Position:
         self.number = int(state["number"])
 
 
-class _TorchJob(Job):
+class TorchJob(Job):
     """Training by a wrapper around torch's ``DistributedDataParallel``."""
 
     model: DistributedDataParallel
@@ -387,7 +387,7 @@ class _TorchJob(Job):
 
 
 @final
-class DdpJob(_TorchJob):
+class DdpJob(TorchJob):
     """Training as torch does it: by ``DistributedDataParallel`` or, for a sharded model, by FSDP2's own replicas."""
 
     def _shards_over(self, mesh: DeviceMesh) -> DeviceMesh:
@@ -408,7 +408,7 @@ class DdpJob(_TorchJob):
 
 
 @final
-class LocalSgdJob(_TorchJob):
+class LocalSgdJob(TorchJob):
     """Training by torch's post-local SGD: ranks train alone, and their parameters are averaged ``every`` steps.
 
     The first ``warmup_steps`` steps are DDP's. The optimizer's state and module buffers stay each rank's own. Scores

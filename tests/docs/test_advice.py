@@ -28,7 +28,7 @@ def cases_of(table: object) -> list[Case]:
 
 # what a run shows, and help; they refuse nothing
 SHOWN = {
-    "advise/answer.py",
+    "advise/words.py",
     "commands/train_elastic.py",
     "commands/words.py",
     "lab/comparison.py",
@@ -130,6 +130,10 @@ ELSEWHERE = {
     ),
     "start ranks by torchrun, or write straggle.watch(model) in the script, behind DistributedDataParallel(.": (
         "tests/commands/test_watch.py::test_ranks_that_the_script_starts_itself_are_recorded"
+    ),
+    "name those that are slow, and not all; where no fault strikes some ranks alone, leave `without` out of methods": (
+        "tests/ranks/test_compare.py::"
+        "test_without_a_slow_rank_the_others_train_on_the_same_samples_and_hand_on_what_they_have"
     ),
     "this needs: pip install 'straggle[{}]'": (
         "tests/commands/test_extras.py::test_extras_that_errors_and_pages_name_are_those_of_pyproject"

@@ -13,6 +13,7 @@ from straggle.commands.config import load
 from straggle.lab.comparison import Comparison, MethodResult
 from straggle.lab.interleaved import TimedJob
 from straggle.lab.jobs import DdpJob, Job, LocalSgdJob
+from straggle.lab.without import WithoutJob
 from straggle.lab.workloads.synthetic import Synthetic
 
 
@@ -114,6 +115,31 @@ def test_verdict_says_that_ddps_loss_is_no_number():
 
 def test_without_straggle_there_is_no_verdict():
     assert verdict(ddp=1.0, other=0.5) == ""
+
+
+def without(rank):
+    """What three ranks train with DDP, and two of them without the third with the same samples."""
+    keys = ["workload=synthetic", "workload.width=8", "workload.depth=1", "workload.num_samples=64", "batch_size=2"]
+    config = load("compare", [*keys, "+faults.slow={_target_: straggle.lab.faults.Slowdown, factor: 1.0, ranks: [1]}"])
+    workload, device = Synthetic(width=8, depth=1, num_samples=64), torch.device("cpu")
+    with pytest.raises(ValueError, match="name those that are slow, and not all"):
+        WithoutJob(config, workload, device, ranks=[0, 1, 2])
+    ddp, others = DdpJob(config, workload, device), WithoutJob(config, workload, device)
+    for number in range(4):
+        ddp.step(number)
+        others.step(number)
+    scores = [own.evaluate()["loss"] for own in (ddp, others)]
+    own, hashed = torch.cat([p.detach().flatten() for p in others.module.parameters()]), others.parameters_sha256()
+    torch.testing.assert_close(own, torch.cat([p.detach().flatten() for p in ddp.module.parameters()]))
+    others.close()
+    ddp.close()
+    return scores, hashed
+
+
+def test_without_a_slow_rank_the_others_train_on_the_same_samples_and_hand_on_what_they_have():
+    (scores, hashed), *others = run_ranks(without, 3)
+    assert scores[0] == pytest.approx(scores[1])
+    assert others == [(scores, hashed)] * 2
 
 
 def local_sgd(rank):

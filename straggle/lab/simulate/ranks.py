@@ -18,9 +18,12 @@ from torch import Generator, Tensor
 from straggle.lab.simulate.communication import Constant, Network
 from straggle.lab.simulate.delays import Delays
 from straggle.lab.simulate.units import Units, Work
+from straggle.lab.simulate.without import Without, without_slow
 from straggle.policies.deadline import Deadline, LateHandling, NextDeadline, next_deadline
 from straggle.policies.history import HistoryWindow, StepProgress
 from straggle.policies.step_model import SimulatedStep, StopRules, computed_share, parts_of, simulate_step
+
+_LEAST_KEPT, _MOST_KEPT = 20, 20_000_000  # steps, and times of ranks in them, to find the ranks that are always slow
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,8 @@ class Simulation:
     of the step's gradients; ``predicted_drop``: what the policy predicted (NaN: it makes no prediction).
     ``late_ranks``: the number of late ranks; ``late_steps``: the number of steps in which each rank was late.
     ``reach``: the share of each stage that each rank computed, over all steps. ``drawn``: micro-batches that each rank
-    computed of a step's pool, in the mean; ``None`` if it has none.
+    computed of a step's pool, in the mean; ``None`` if it has none. ``without``: what waiting takes without ranks that
+    are always slow.
     """
 
     step_s: Tensor
@@ -43,6 +47,7 @@ class Simulation:
     late_steps: Tensor
     reach: Tensor
     drawn: Tensor | None = None
+    without: tuple[Without, ...] = ()
 
     @property
     def speedup(self) -> float:
@@ -163,6 +168,9 @@ class Cluster(Ranks):
         self._units = units
         self._shown = torch.linspace(0, ranks - 1, num_shown).round().to(torch.int64)
         self._computed = torch.zeros(ranks, len(units.share))
+        self._whole_s: list[Tensor] = []  # of the first steps, what each rank takes, and all of them together
+        self._all_s: list[float] = []
+        self._num_kept = max(_LEAST_KEPT, _MOST_KEPT // ranks)
 
     def step(self, unit_s: Tensor) -> Tensor:
         """One step; ``unit_s`` (ranks, units): when each unit would be finished, if no rank were stopped.
@@ -175,6 +183,9 @@ class Cluster(Ranks):
         all_s = self._waiting.merge(self._ready_s(last_s))
         step_s = self._merging.merge(self._ready_s(last_s.clamp(max=float(done.seconds))))
         self._computed += computed
+        if len(self._whole_s) < self._num_kept:
+            self._whole_s.append(unit_s[:, -1].float())
+            self._all_s.append(all_s)
         self._keep(done, step_s, all_s, float(computed.mean(0) @ self._units.share))
         overhead_s, shown = max(0.0, step_s - float(done.seconds)), self._shown
         progress = partial(self._progress, unit_s, done, computed, overhead_s)
@@ -200,4 +211,6 @@ class Cluster(Ranks):
     def result(self) -> Simulation:
         """The result of all steps."""
         of_stage = self._units.of_stage / self._units.of_stage.sum(0)
-        return self._result(self._computed @ of_stage / len(self._rows))
+        done = self._result(self._computed @ of_stage / len(self._rows))
+        without = without_slow(torch.stack(self._whole_s), torch.tensor(self._all_s, dtype=torch.float64))
+        return replace(done, without=tuple(without))

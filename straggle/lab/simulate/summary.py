@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from straggle.lab.simulate.ranks import Simulation
+from straggle.report import in_words
 
 _QUANTILES = {"median": 0.5, "p95": 0.95, "p99": 0.99}
+_NAMED = 4  # so many ranks are named in a row
 _RANKS_IN_FULL = 1024  # of more ranks, the file has the distribution only
 
 
@@ -36,6 +38,16 @@ def numbers_of(simulation: Simulation) -> dict[str, Any]:
         "dropped_by_stage": (1 - reach.mean(0)).tolist(),
         "dropped_by_rank": {"max": float(by_rank.max()), **{k: _quantile(by_rank, q) for k, q in _QUANTILES.items()}},
     }
+    if simulation.without:
+        numbers["without"] = [
+            {
+                "ranks": list(one.ranks),
+                "step_seconds_mean": one.step_s,
+                "wait_for_all_seconds_mean": one.all_s,
+                "effective_speedup": one.speedup,
+            }
+            for one in simulation.without
+        ]
     if simulation.drawn is not None:
         drawn = simulation.drawn
         numbers["drawn_per_rank"] = {"mean": float(drawn.mean()), "min": float(drawn.min()), "max": float(drawn.max())}
@@ -58,6 +70,7 @@ def rows_of(numbers: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     stages = numbers["dropped_by_stage"]
     return [
         *rows,
+        *_without(numbers),
         ("effective speedup", "1", f"{numbers['effective_speedup']:.3f}", ""),
         ("gradients dropped", "0 %", f"{numbers['dropped_share']:.2%}", ""),
         *_predicted(numbers),
@@ -66,6 +79,23 @@ def rows_of(numbers: dict[str, Any]) -> list[tuple[str, str, str, str]]:
         ("late ranks in a step", "", f"{numbers['late_ranks_mean']:.1f}", ""),
         *_drawn(numbers),
     ]
+
+
+def _without(numbers: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    """What waiting takes without ranks that are always slow, as the others have their samples."""
+    return [
+        (
+            f"waiting without {_whom(one['ranks'])}",
+            _ms(one["wait_for_all_seconds_mean"]),
+            _ms(one["step_seconds_mean"]),
+            f"{1 / one['effective_speedup']:.3f}",
+        )
+        for one in numbers.get("without", ())
+    ]
+
+
+def _whom(ranks: list[int]) -> str:
+    return in_words(ranks) if len(ranks) <= _NAMED else f"the {len(ranks)} slow ranks"
 
 
 def _predicted(numbers: dict[str, Any]) -> list[tuple[str, str, str, str]]:

@@ -15,7 +15,9 @@ from straggle.lab.simulate.communication import Constant, Ring, Tree
 from straggle.lab.simulate.delays import DropCompute, Exponential, LogNormal, NoDelay, Normal, SlowRanks, Stalls
 from straggle.lab.simulate.ranks import simulate, simulate_times
 from straggle.lab.simulate.recorded import RecordedDelays
+from straggle.lab.simulate.summary import numbers_of, rows_of
 from straggle.lab.simulate.units import Work
+from straggle.lab.simulate.without import without_slow
 
 MODELS = [
     (NoDelay(), 1.0, 0.0),
@@ -303,3 +305,25 @@ def test_wrong_configuration_is_refused_with_what_is_valid(override, complaint, 
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigurationError, match=complaint):
         load("simulate", [override])
+
+
+def test_without_a_rank_that_is_always_slow_the_others_have_its_samples():
+    delays = SlowRanks(NoDelay(), share=0.25, factor=3.0)
+    found = simulate(50, 4, Work(0.3), delays, WaitForAll())
+    (one,) = found.without
+    assert one.all_s == pytest.approx(float(found.all_s.mean()))
+    assert one.all_s - one.step_s == pytest.approx(3 * 0.3 - 4 / 3 * 0.3)  # what the network takes is in both
+    assert numbers_of(found)["without"][0]["ranks"] == list(one.ranks)
+    assert [row[0] for row in rows_of(numbers_of(found)) if "without" in row[0]] == [
+        f"waiting without rank {one.ranks[0]}"
+    ]
+
+
+def test_slow_ranks_are_left_out_one_by_one_and_together_and_none_where_all_only_vary():
+    whole_s = torch.ones(10, 4)
+    whole_s[:, 1], whole_s[:6, 3] = 2.0, 1.5
+    assert [one.ranks for one in without_slow(whole_s, whole_s.amax(1))] == [(1,), (3,), (1, 3)]
+    assert [one.speedup for one in without_slow(whole_s, whole_s.amax(1))] == pytest.approx(
+        [1.15384, 0.75, 1.0], rel=1e-3
+    )
+    assert not simulate(50, 8, Work(0.3), LogNormal(0.3), WaitForAll()).without
