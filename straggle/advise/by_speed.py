@@ -12,7 +12,7 @@ from straggle.data.shares import exact_shares
 from straggle.observe.run import Array
 from straggle.policies.deadline import LateHandling, WaitForAll
 
-_BY_SAMPLES = ("data", "forward", "backward")  # phases whose time goes with the samples
+BY_SAMPLES = ("data", "forward", "backward")  # phases whose time goes with the samples
 _LEAST = 0.05  # of an equal share, that a rank has at least
 KEYS = "rebalance=by_speed"
 
@@ -28,13 +28,13 @@ class BySpeed:
 def by_speed(timings: Timings, late_handling: LateHandling | None = None, first: int = 0) -> BySpeed:
     """If the steps from position ``first`` on had been dealt out by speed; nothing is dropped then."""
     recent = timings.select(slice(first, None))
-    by_samples_s = sum(recent.phases[phase] for phase in _BY_SAMPLES)
+    by_samples_s = sum(recent.phases[phase] for phase in BY_SAMPLES)
     work_s = np.median(by_samples_s, axis=0)
     shares = shares_of(work_s, np.median(recent.own_s - by_samples_s, axis=0))
     waiting = replay(timings, WaitForAll(), late_handling).since(first)
-    alone = Candidate("straggle.DealtLoader(model, loader)", KEYS, WaitForAll())
+    alone = Candidate("straggle.DealtLoader(model, loader)", KEYS, WaitForAll)
     dealt = replay(with_shares(timings, shares), WaitForAll(), late_handling).since(first)
-    return BySpeed(tuple(map(float, shares)), gain_of(alone, dealt, dealt, waiting))
+    return BySpeed(tuple(map(float, shares)), gain_of(alone, dealt, [], waiting))
 
 
 def shares_of(work_s: Array, fixed_s: Array) -> Array:
@@ -49,6 +49,6 @@ def shares_of(work_s: Array, fixed_s: Array) -> Array:
 
 def with_shares(timings: Timings, shares: Array) -> Timings:
     """The recorded steps, had each rank had ``shares`` times as many samples in them."""
-    phases = {name: s * shares if name in _BY_SAMPLES else s for name, s in timings.phases.items()}
+    phases = {name: s * shares if name in BY_SAMPLES else s for name, s in timings.phases.items()}
     entered_s = np.maximum(0.0, timings.entered_s + (shares - 1) * timings.phases["data"])
     return replace(timings, phases=phases, entered_s=entered_s, unit_s=timings.unit_s * shares[:, None])

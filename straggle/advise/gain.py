@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial, reduce
 
 import numpy as np
 import torch
@@ -25,29 +27,58 @@ from straggle.policies.history import HistoryWindow, StepProgress
 from straggle.policies.step_model import StopRules, computed_share, parts_of, simulate_step
 from straggle.policies.wrappers import DropBudget
 
+# of a step's time, by which predictions missed what came in recorded jobs, beside noise;
+# steps in which a rank is late may take more, which is not known from steps in which all were waited for
+MISSED, MORE_IF_LATE = 0.12, 0.2
+_OVER = 1.5  # times its share, at most: a policy that is predicted to drop more does not keep its promise
 WORTH_IT = 1.01  # effective speedup, from which on a policy is recommended
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A policy, and how it is written in Python and on the command line."""
+    """A policy, which ``make()`` makes, and how it is written in Python and on the command line.
+
+    ``passes_by``: with a loader that loads nothing for steps that a rank has missed (`LateLoader`).
+    """
 
     code: str
     keys: str
-    policy: Deadline
+    make: Callable[[], Deadline]
+    passes_by: bool = False
+
+    @property
+    def policy(self) -> Deadline:
+        """A new one."""
+        return self.make()
+
+    @property
+    def most_dropped(self) -> float:
+        """The share of the gradients that it promises not to pass over its window."""
+        policy = self.make()
+        return policy.share if isinstance(policy, DropBudget) else 1.0
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """The recorded steps under a policy: ``seconds`` and ``dropped`` (steps,), ``late`` (steps, ranks)."""
+    """The recorded steps under a policy: ``seconds`` and ``dropped`` (steps,), ``late`` (steps, ranks).
+
+    ``lag``: the most merged steps that a rank still had to take at the end of a step.
+    """
 
     seconds: Array
     dropped: Array
     late: Array
+    lag: int = 0
 
     def since(self, first: int) -> Replayed:
         """Without the steps before the position ``first``."""
-        return Replayed(self.seconds[first:], self.dropped[first:], self.late[first:])
+        return Replayed(self.seconds[first:], self.dropped[first:], self.late[first:], self.lag)
+
+    def folded(self, steps: int) -> Replayed:
+        """The last times that these ``steps`` were repeated, as their mean."""
+        times = len(self.seconds) // steps
+        seconds, dropped = (a[-times * steps :].reshape(times, steps).mean(0) for a in (self.seconds, self.dropped))
+        return Replayed(seconds, dropped, self.late[-steps:], self.lag)
 
 
 @dataclass(frozen=True)
@@ -74,33 +105,78 @@ def candidates(num_ranks: int) -> list[Candidate]:
         Candidate(
             "straggle.QuantileDeadline(0.5, slack=1.2)",
             "deadline=quantile deadline.q=0.5 deadline.slack=1.2",
-            QuantileDeadline(0.5, slack=1.2),
+            partial(QuantileDeadline, 0.5, slack=1.2),
         ),
-        Candidate("straggle.AutoDeadline()", "deadline=auto", AutoDeadline()),
+        Candidate("straggle.AutoDeadline()", "deadline=auto", AutoDeadline),
         Candidate(
             "straggle.DropBudget(straggle.QuantileDeadline(0.5, slack=1.2), share=0.05)",
             "deadline=budget deadline.share=0.05 deadline.inner.q=0.5 deadline.inner.slack=1.2",
-            DropBudget(QuantileDeadline(0.5, slack=1.2), share=0.05),
+            lambda: DropBudget(QuantileDeadline(0.5, slack=1.2), share=0.05),
         ),
     ]
     for k in sorted({num_ranks - 1, num_ranks // 2 + 1} - {num_ranks}, reverse=True):
-        some.append(Candidate(f"straggle.FirstK({k})", f"deadline=first_k deadline.k={k}", FirstK(k)))
+        some.append(Candidate(f"straggle.FirstK({k})", f"deadline=first_k deadline.k={k}", partial(FirstK, k)))
     return some
 
 
-def gains(timings: Timings, late_handling: LateHandling | None = None, first: int = 0) -> list[Gain]:
-    """All candidates, the best first: what they gain from position ``first`` on, after seeing the steps before it."""
+def with_late_loader(some: Sequence[Candidate]) -> list[Candidate]:
+    """The same with a loader that passes by the batches of missed steps."""
+    return [replace(one, code=f"{one.code}, LateLoader", passes_by=True) for one in some]
+
+
+def gains(
+    timings: Timings, late_handling: LateHandling | None = None, first: int = 0, *, loads_slowly: bool = False
+) -> list[Gain]:
+    """All candidates, the best first: what they gain from position ``first`` on, after seeing the steps before it.
+
+    ``loads_slowly``: a rank does, so that its loader matters. What would break its own promise is not among them.
+    """
     waiting = replay(timings, WaitForAll(), late_handling).since(first)
+    some = candidates(timings.num_ranks)
+    if loads_slowly:
+        some += with_late_loader(some[:2] + some[3:])
+    found = [(one, _gain(timings, one, late_handling, first, waiting)) for one in some]
+    kept = [gain for one, gain in found if gain.dropped.value <= one.most_dropped]
+    return sorted(kept, key=lambda gain: -gain.speedup.value)
+
+
+def _gain(timings: Timings, one: Candidate, late_handling: LateHandling | None, first: int, waiting: Replayed) -> Gain:
+    """From when it has settled, cautiously; the ranges begin with how it begins."""
     found = [
-        gain_of(
-            one,
-            replay(timings, one.policy, late_handling, cautious=True).since(first),
-            replay(timings, same.policy, late_handling).since(first),
-            waiting,
-        )
-        for one, same in zip(candidates(timings.num_ranks), candidates(timings.num_ranks), strict=True)
+        replayed
+        for cautious in (True, False)
+        for replayed in _settling(timings, one, late_handling, first, cautious=cautious)
     ]
-    return sorted(found, key=lambda gain: -gain.speedup.value)
+    if found[0].lag >= (late_handling or LateHandling()).max_lag > 0:
+        found.append(waiting)  # its peers wait for it again and again, and how often is not known
+    often = float(found[0].late.any(axis=1).mean())
+    gain = gain_of(one, found[0], found[1:], waiting, more=MISSED + often * MORE_IF_LATE)
+    # the last of its windows may be a part of one: over many steps it keeps to its share
+    dropped = Interval(
+        *(min(own, one.most_dropped) for own in (gain.dropped.value, gain.dropped.low, gain.dropped.high))
+    )
+    return replace(gain, dropped=dropped) if gain.dropped.value <= _OVER * one.most_dropped else gain
+
+
+def _settling(
+    timings: Timings, one: Candidate, late_handling: LateHandling | None, first: int, *, cautious: bool
+) -> list[Replayed]:
+    """The steps when what is to come has come, if that takes time, and as they are at first.
+
+    It takes time that a rank falls as far behind as it may, and that a budget is used up: the same steps are repeated.
+    """
+
+    def of(steps: Timings) -> Replayed:
+        return replay(steps, one.policy, late_handling, cautious=cautious, passes_by=one.passes_by)
+
+    at_first = of(timings).since(first)
+    needed = one.policy.window if one.most_dropped < 1 else len(at_first.seconds) if at_first.lag > 1 else 0
+    if not needed:
+        return [at_first]
+    recent = timings.select(slice(first, None))
+    times = -(-needed // recent.num_steps)
+    again = of(recent.select(np.tile(np.arange(recent.num_steps), 2 * times)))
+    return [again.since(times * recent.num_steps).folded(recent.num_steps), at_first]
 
 
 def best(found: list[Gain]) -> Gain | None:
@@ -110,9 +186,17 @@ def best(found: list[Gain]) -> Gain | None:
 
 
 def replay(
-    timings: Timings, policy: Deadline, late_handling: LateHandling | None = None, *, cautious: bool = False
+    timings: Timings,
+    policy: Deadline,
+    late_handling: LateHandling | None = None,
+    *,
+    cautious: bool = False,
+    passes_by: bool = False,
 ) -> Replayed:
     """Step by step: the policy sees what it would have seen, so a rank that it stops looks stopped.
+
+    A rank that was stood in for goes through its loop for each step that it missed, loads for it unless it
+    ``passes_by``, and when it is ``max_lag`` of them behind its peers wait.
 
     ``cautious``: a late rank stops when it finishes its running stage. The merge of what it leaves comes after that and
     overlaps with nothing, so it costs the network's time once more. Otherwise a late rank stops at once.
@@ -130,13 +214,15 @@ def replay(
     deadline_s = math.inf
     behind_s = torch.zeros(timings.num_ranks)  # what a rank that was stood in for still has to do, and whether it was
     stood_in = torch.zeros(timings.num_ranks, dtype=torch.bool)
+    missed = Missed(timings.num_ranks, late_handling.max_lag)
+    in_hand_s = torch.from_numpy(timings.phases["data"]) if passes_by else torch.zeros_like(entered_s)
     for step in range(timings.num_steps):
-        begin_s = entered_s[step] + behind_s
+        begin_s = (entered_s[step] - in_hand_s[step].where(stood_in, 0.0)).clamp(min=0.0) + behind_s
         would = simulate_step(unit_s[step], deadline_s, rules, begin_s, behind=stood_in)
         stood_in, network_s = would.stood_in, float(timings.network_s[step])
         if cautious and bool(would.late.any()):
             network_s *= 2
-        step_s = float(would.seconds) + network_s
+        step_s = missed.seconds(begin_s, stood_in, float(would.seconds) + network_s)
         behind_s = (begin_s - step_s).clamp(min=0.0).where(stood_in, 0.0)
         part = computed_share(unit_s[step], would, rules)
         seconds.append(step_s)
@@ -153,7 +239,30 @@ def replay(
         compute_s = would.own_s.masked_fill(stood_in, math.nan).tolist()
         decided = next_deadline(policy, window.append(compute_s, (~would.late).tolist(), progress))
         deadline_s, rules = decided.seconds, replace(rules, after_quorum_s=decided.after_quorum_s)
-    return Replayed(np.array(seconds), np.array(dropped), np.array(late))
+    return Replayed(np.array(seconds), np.array(dropped), np.array(late), missed.most)
+
+
+class Missed:
+    """The steps that each rank has missed and not yet come to; at most ``max_lag`` of them, for more its peers wait."""
+
+    def __init__(self, num_ranks: int, max_lag: int) -> None:
+        self._entered_at: list[deque[float]] = [deque() for _ in range(num_ranks)]  # when it comes to each
+        self._max_lag, self._now_s = max_lag, 0.0
+        self.most = 0
+
+    def seconds(self, begin_s: torch.Tensor, stood_in: torch.Tensor, step_s: float) -> float:
+        """What a step of ``step_s`` takes, whose ranks enter after ``begin_s`` if they are not ``stood_in`` for."""
+        for entered_at, enters_s, is_missing in zip(self._entered_at, begin_s.tolist(), stood_in.tolist(), strict=True):
+            if not is_missing:
+                entered_at.clear()
+                continue
+            entered_at.append(self._now_s + enters_s)
+            if len(entered_at) > self._max_lag:
+                step_s = max(step_s, entered_at.popleft() - self._now_s)
+        self._now_s += step_s
+        lags = [len(entered_at) for entered_at in self._entered_at]
+        self.most = max(self.most, *lags)
+        return step_s
 
 
 def _by_stage(part: torch.Tensor, share: torch.Tensor, stages: int) -> torch.Tensor:
@@ -162,25 +271,34 @@ def _by_stage(part: torch.Tensor, share: torch.Tensor, stages: int) -> torch.Ten
     return (earlier + share[:, -stages:].sum(1, keepdim=True) * part[:, -stages:]).float()
 
 
-def gain_of(candidate: Candidate, cautious: Replayed, bold: Replayed, waiting: Replayed) -> Gain:
-    """What a candidate gains over ``waiting``, by two replays of it."""
+def gain_of(
+    candidate: Candidate, cautious: Replayed, others: Sequence[Replayed], waiting: Replayed, more: float = MISSED
+) -> Gain:
+    """What a candidate gains over ``waiting``, by replays of it: the values are the first one's.
 
-    def between(statistic: Callable[..., Array]) -> Interval:
-        one, other = (
-            prediction_interval(statistic, 1 - own.dropped, own.seconds, waiting.seconds) for own in (cautious, bold)
-        )
-        return span(one, other)
+    ``more``: the share of its time that a step may take beyond that.
+    """
 
     def speedup(kept: Array, own_s: Array, all_s: Array) -> Array:
         return kept * all_s / own_s
+
+    def between(statistic: Callable[..., Array]) -> Interval:
+        found = [
+            prediction_interval(statistic, 1 - own.dropped, own.seconds, waiting.seconds) for own in (cautious, *others)
+        ]
+        return reduce(span, found)
+
+    # the step's time over that of waiting, and the gradients per second, with what predictions miss
+    step, faster = between(lambda _, own_s, all_s: own_s / all_s), between(speedup)
+    saved = Interval(1 - step.value, 1 - step.high * (1 + more), 1 - step.low * (1 - MISSED))
 
     dropped = between(lambda kept, *_: 1 - kept)
     return Gain(
         candidate.code,
         candidate.keys,
         step_s=float(cautious.seconds.mean()),
-        saved=between(lambda _, own_s, all_s: 1 - own_s / all_s),
+        saved=saved,
         dropped=replace(dropped, low=max(0.0, dropped.low)),
-        speedup=between(speedup),
+        speedup=replace(faster, low=faster.low / (1 + more), high=faster.high / (1 - MISSED)),
         surely=steps_interval(speedup, 1 - cautious.dropped, cautious.seconds, waiting.seconds).low,
     )

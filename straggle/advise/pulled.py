@@ -71,8 +71,8 @@ def _recent(timings: Timings, late_handling: LateHandling | None, first: int) ->
 
 def _pulled(recent: Timings, num_microbatches: int, waiting: Replayed) -> Pulled:
     (cautious, drawn), (bold, _) = (_drawn(recent, num_microbatches, cautious=flag) for flag in (True, False))
-    candidate = Candidate(f"straggle.step.pull of {num_microbatches} micro-batches", KEYS, WaitForAll())
-    return Pulled(num_microbatches, True, drawn, gain_of(candidate, cautious, bold, waiting))
+    candidate = Candidate(f"straggle.step.pull of {num_microbatches} micro-batches", KEYS, WaitForAll)
+    return Pulled(num_microbatches, True, drawn, gain_of(candidate, cautious, [bold], waiting))
 
 
 def _drawn(timings: Timings, num_microbatches: int, *, cautious: bool) -> tuple[Replayed, tuple[float, ...]]:

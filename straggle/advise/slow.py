@@ -25,6 +25,7 @@ SLOW = 1.1  # times the other ranks' own work, from which on a rank is slow
 MATTERS = 0.03  # of the mean step, that a rank must cost to be named
 UNUSUAL = 2.0  # times its peers' mean excess: if all ranks are noisy, now one is the slowest and now another
 HELD_UP = 1.5  # times the other ranks' own work, from which on a step is held up, whoever does it
+ALWAYS = 0.5  # of its steps, from which on a rank is always slow
 _LEAST_SEGMENT = 8  # steps
 _SURE = 1e-5  # chance that a change point is none
 
@@ -53,6 +54,11 @@ class SlowRank:
     attributed: float
     slowdown: Interval
     lost_share: float
+
+    @property
+    def is_always(self) -> bool:
+        """Whether it is slow in most steps, and still is, and does not only stall now and then."""
+        return self.steady >= ALWAYS and self.until is None
 
 
 @dataclass(frozen=True)
@@ -111,6 +117,9 @@ def find_slow_ranks(timings: Timings) -> Slowness:
 def _slow_rank(timings: Timings, rank: int, excess: Array, lost_share: float) -> SlowRank | None:
     others = _others(timings.own_s)[:, rank]
     ratio = 1 + excess / np.maximum(others, 1e-9)
+    if (late := timings.late[:, rank]).mean() >= ALWAYS and (ratio >= SLOW).any():
+        # it was late in most steps, and what it takes for several of them may be all in the first
+        ratio = np.where(late, np.maximum(ratio, np.median(ratio[ratio >= SLOW])), ratio)
     first, end = slow_period(ratio)
     flags = ratio[first:end] >= SLOW
     if not flags.any():

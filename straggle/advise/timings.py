@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from straggle.backward.stages import shares_of
 from straggle.observe.link_spells import LinkSpell, link_spells
@@ -29,7 +30,7 @@ from straggle.report import PHASES, StepReport
 
 LEAST_STEPS = 10
 OWN: tuple[str, ...] = tuple(phase for phase in PHASES if phase != "collective")  # phases of a rank's own work
-_OF_STEPS = ("step", "seconds", "network_s", "collective_s", "entered_s", "unit_s")
+_OF_STEPS = ("step", "seconds", "network_s", "collective_s", "late", "entered_s", "unit_s")
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Timings:
     ``step``, ``seconds`` and ``network_s`` have the shape (steps,): the number, the entire step, and what was left of
     it after the slowest rank's own work. ``phases`` of shape (steps, ranks) sum up to a rank's own work between two
     merges; ``pauses`` are not in the other phases. ``collective_s``, (steps, ranks), is beside them: waiting in
-    collectives of the loop's own. ``entered_s`` is when in that time the rank entered the step.
+    collectives of the loop's own. ``late``, of the same shape: whether the rank was late. ``entered_s`` is when in that
+    time it entered the step.
     ``unit_s``, of shape (steps, ranks, units), is when each unit of its gradients was done, from then on.
     ``unit_share``, of the same shape, is the unit's share of the gradients. Stages are the last units; ``stage_share``
     is each stage's share of the model. ``slow_links`` are those of the entire run. ``pulled``: the ranks drew the
@@ -59,6 +61,7 @@ class Timings:
     unit_s: Array
     unit_share: Array
     stage_share: Array
+    late: NDArray[np.bool_]
     slow_links: tuple[LinkSpell, ...] = ()
     pulled: bool = False
     replicas: Replicas = field(default_factory=Replicas)
@@ -178,6 +181,7 @@ def _from_watch(folder: Path, files: list[Path]) -> Timings:
         network_s=np.maximum(0.0, seconds - own_s.max(axis=1)),
         phases=phases,
         collective_s=times["collective"],
+        late=np.zeros(own_s.shape, dtype=bool),
         entered_s=np.maximum(0.0, own_s - column["compute_s"]),
         unit_s=unit_s,
         unit_share=unit_share,
@@ -280,6 +284,7 @@ def _of_reports(path: Path, reports: list[StepReport]) -> Timings:
         network_s=network_s,
         phases=phases,
         collective_s=np.nan_to_num(of["collective_s"]),
+        late=of["late"] == 1,
         entered_s=entered_s,
         unit_s=unit_s,
         unit_share=unit_share,

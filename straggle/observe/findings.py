@@ -23,6 +23,10 @@ SLOWER = 1.5  # a rank's median compute time over the others' that is worth a se
 BIAS = 0.1  # difference between the stages' shares that is
 LITTLE = 0.02  # seconds saved, or gradients dropped, as a share, below which it is little
 _LESS_TO_DO = "Give it less to do (straggle.DealtLoader, rebalance=by_speed), look"
+_KEEP_MORE = (
+    " A longer deadline would keep more of them: a larger slack or quantile, or more of least_gain for AutoDeadline; "
+    "DropBudget puts a bound on it."
+)
 IN_A_ROW = 3  # steps that a rank was stood in for
 WAITING = 0.2  # share of a step that ranks stand idle, above which that is worth a sentence
 PLACES = {
@@ -61,6 +65,21 @@ def advise(run: Run, numbers: RunNumbers) -> list[str]:
     return [*stuck_sentences(run.stuck), *map(run.replicas.words, sentences)]
 
 
+def facts(run: Run, numbers: RunNumbers) -> list[str]:
+    """What happened in the run, beside who was slow in it and what to do about that."""
+    sentences = (
+        *_replicas(run),
+        *_not_written(run),
+        *_bad_numbers(run, numbers),
+        *_network(run),
+        *_saved(numbers, advises=False),
+        *drawn(numbers),
+        *_out_of_data(run),
+        *_absent(run, numbers),
+    )
+    return [*stuck_sentences(run.stuck), *map(run.replicas.words, sentences)]
+
+
 def _replicas(run: Run) -> Iterator[str]:
     hashes = run.summary.get("parameters_sha256", [])
     if len(set(hashes)) > 1:
@@ -87,7 +106,7 @@ def _bad_numbers(run: Run, numbers: RunNumbers) -> Iterator[str]:
         yield f"In {numbers.skipped} of {run.num_steps} steps no rank had finite gradients, and nothing was applied."
 
 
-def _saved(numbers: RunNumbers) -> Iterator[str]:
+def _saved(numbers: RunNumbers, *, advises: bool = True) -> Iterator[str]:
     if math.isnan(numbers.saved_share):
         return
     own, ddp = ms(numbers.own.mean_s), ms(numbers.ddp.mean_s)
@@ -100,9 +119,8 @@ def _saved(numbers: RunNumbers) -> Iterator[str]:
         )
     elif numbers.dropped_share >= LITTLE:
         yield (
-            f"Not waiting saved little ({own} for a mean step, about {ddp} under DDP), but {dropped}. "
-            "A longer deadline would keep more of them: a larger slack or quantile, or more of least_gain for "
-            "AutoDeadline; DropBudget puts a bound on it."
+            f"Not waiting saved little ({own} for a mean step, about {ddp} under DDP), but {dropped}."
+            + (_KEEP_MORE if advises else "")
         )
 
 

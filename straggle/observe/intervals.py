@@ -71,7 +71,8 @@ def prediction_interval(statistic: Callable[..., Array], *columns: Array, seed: 
     last = columns[-1][means].mean(axis=1) * columns[-1][second].mean(axis=1) / columns[-1].mean()
     low, high = np.quantile(statistic(*drawn, last), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     value, stretch = float(statistic(*(column.mean() for column in columns))), _stretch(len(columns[0]))
-    return Interval(value, value - stretch * (value - float(low)), value + stretch * (float(high) - value))
+    low, high = value - stretch * (value - float(low)), value + stretch * (float(high) - value)
+    return Interval(value, min(value, low), max(value, high))  # the first steps, and the last, are in few of the blocks
 
 
 def _stretch(steps: int) -> float:

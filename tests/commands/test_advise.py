@@ -16,7 +16,7 @@ from straggle.commands.advise import arguments
 @pytest.mark.slow
 def test_command_prints_sentences_or_json(tmp_path):
     write_watch(tmp_path, extra=when(1, range(1000), backward=0.2))
-    assert "Rank 1 is slow, from the first step on" in run_command("advise", 1, ".", folder=tmp_path)
+    assert "Rank 1 is always slow, from the first step on" in run_command("advise", 1, ".", folder=tmp_path)
     content = json.loads(run_command("advise", 1, "json=true", ".", folder=tmp_path))
     assert content["slow_ranks"][0]["rank"] == 1
     assert content["slow_ranks"][0]["named"] == ["backward"]
@@ -26,8 +26,9 @@ def test_command_prints_sentences_or_json(tmp_path):
 
 def test_one_watched_process_is_told_where_its_time_goes(tmp_path):
     given = answer(write_watch(tmp_path, ranks=1, extra=when(0, range(1000), data=0.1)))
-    assert "steps of one rank, which waits for no other" in str(given)
-    assert "50% while it loaded data, 29% in the backward pass, 14% in the forward pass, 2% in the" in str(given)
+    said = " ".join(str(given).split())
+    assert "steps of one rank, which waits for no other" in said
+    assert "50% while it loaded data, 29% in the backward pass, 14% in the forward pass, 2% in the" in said
     assert json.loads(given.as_json())["policies"] == []
 
 

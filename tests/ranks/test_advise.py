@@ -33,7 +33,8 @@ def run_printed(rank: int, code: str) -> tuple[bool, str]:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_printed_code_runs_in_a_program_that_has_a_model(ranks, tmp_path):
     given = answer(write_watch(tmp_path, ranks=ranks, extra=when(1, range(1000), backward=0.2)))
-    drawn, use, shadow = printed_code(str(given))
+    dealt, use, shadow, drawn = printed_code(str(given))
+    compile(dealt, "the loader that deals", "exec")
     compile(drawn, "the loop that draws", "exec")
     assert given.best is not None
     assert (

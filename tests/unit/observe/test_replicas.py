@@ -126,8 +126,7 @@ def test_advice_is_about_replicas_and_deals_out_no_samples(tmp_path: Path) -> No
     slow = a_rank(1, whole=2, pace=4.0, forward_s=0.2, backward_s=0.8)
     write_run(tmp_path, [a_step(step, [a_rank(0), slow], slowest_ranks=(0, 3)) for step in range(60)])
     text = str(answer(tmp_path))
-    assert f"Replica 1 {MADE_LATE} is slow" in text
-    assert f"Replica 1 {MADE_LATE} is persistently slow" in text
+    assert f"Replica 1 {MADE_LATE} is always slow" in text
     assert "steps of 2 replicas" in text
     assert "DealtLoader" not in text
     assert "by_speed" not in text
