@@ -16,6 +16,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+import straggle
 from straggle.commands.config_schema import config_dir, options_of
 from straggle.observe.metric_series import COUNTERS, GAUGES, HISTOGRAMS, LABELS
 
@@ -143,6 +144,14 @@ def written(page: Path) -> str:
     return replaced + NOTE.format(prose.name)
 
 
+def refuse_another_checkout() -> None:
+    """The tables are of the package that is imported: end, if that is not the one beside this file."""
+    own, imported = Path(__file__).resolve().parents[1], Path(straggle.__file__).resolve().parents[1]
+    if own != imported:
+        raise SystemExit(f"{imported} would be documented, and not {own}: start this with PYTHONPATH={own}")
+
+
 if __name__ == "__main__":
+    refuse_another_checkout()
     for page in PAGES:
         page.write_text(written(page))

@@ -218,7 +218,7 @@ class Names:
 def words_of(drops: Drops, names: Names) -> tuple[str, bool]:
     """A line on what was dropped; and, if ranks give less than half, true and a second line on what to do."""
     ranks, row = drops.ranks, names.row
-    times = f"{_time(drops.mean_s)} (DDP: {_time(drops.ddp_s)})"
+    times = f"{_time(drops.mean_s)} (DDP: ~{_time(drops.ddp_s)})"
     line = f"straggle, {names.model}: {drops.num_steps:,} steps of {times}; dropped gradients: "
     end = _not_finite(ranks, names)
     dropped = [rank for rank, own in ranks.items() if own.missing]

@@ -68,7 +68,7 @@ class LiveView:
     def _line(self, report: StepReport) -> str:
         step, ddp = (f"{1e3 * seconds:.0f} ms" for seconds in (self._last.median_s, self._last.ddp_s))
         loss = report.scalars.get("loss", math.nan)
-        line = f"step {step} (DDP {ddp})  {self._last.words()}  loss {loss:.3f}"  # a narrow terminal cuts its end
+        line = f"step {step} (DDP: ~{ddp})  {self._last.words()}  loss {loss:.3f}"  # a narrow terminal cuts its end
         line += f"  drew {_drawn(report)}" if report.pool_parts else ""
         absent = "; ".join(map(self._absence, report.absent_ranks))
         return f"{line}  absent: {absent}" if absent else line

@@ -76,7 +76,7 @@ def test_view_prints_plain_lines_where_there_is_no_terminal() -> None:
     console = Console(force_terminal=False, width=120, record=True)
     with LiveView(20, console=console) as view:
         view.show(report(rank(0, 1.0, (1.0,)), rank(1, 1.0, (math.nan,), late=True), step=0))
-    assert "step 1500 ms (DDP 1500 ms)  rank 1 was stopped in 1 of 1 steps  loss 2.500" in console.export_text()
+    assert "step 1500 ms (DDP: ~1500 ms)  rank 1 was stopped in 1 of 1 steps  loss 2.500" in console.export_text()
 
 
 def test_line_of_a_narrow_terminal_is_cut_and_not_the_number_of_the_step() -> None:
@@ -84,7 +84,7 @@ def test_line_of_a_narrow_terminal_is_cut_and_not_the_number_of_the_step() -> No
     with LiveView(20, console=Console(force_terminal=True, width=60, file=shown)) as view:
         view.show(report(rank(0, 1.0, (1.0,)), rank(1, 1.0, (math.nan,), late=True), step=0))
     last = shown.getvalue().rpartition("1/20")[2]
-    assert "step 1500 ms (DDP 1500 ms)  rank 1" in last
+    assert "step 1500 ms (DDP: ~1500 ms)  rank 1" in last
     assert "…" in last
 
 

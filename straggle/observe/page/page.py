@@ -29,6 +29,16 @@ from straggle.observe.run_numbers import RankInRun, RunNumbers, numbers_of
 from straggle.report import MembersReport
 
 FILE = "report.html"
+_OF_LATENESS = {
+    "under DDP, median",
+    "under DDP, mean",
+    "less time than under DDP",
+    "fairness over ranks",
+    "fairness in the stage at the input",
+    "depth bias",
+    "times that a rank was late",
+    "times that a rank was stood in for",
+}
 _OF_PARAMETERS = "parameters on all ranks"  # of ranks, also if the rows are of replicas
 
 
@@ -84,6 +94,7 @@ def page(runs: Sequence[Run], steps: Sequence[int] = ()) -> str:
     return environment.get_template("page.html").render(
         title=" and ".join(run.name for run in runs),
         runs=[_run_part(charts, run, of, steps) for run, of in zip(runs, numbers, strict=True)],
+        lateness=can_be_late(numbers),
         headline=[
             (label if label == _OF_PARAMETERS else words(label), cells) for label, cells in _headline(runs, numbers)
         ],
@@ -186,11 +197,18 @@ def _headline(runs: Sequence[Run], numbers: Sequence[RunNumbers]) -> list[tuple[
     }
     optional = {"steps skipped", "training loss, last 20 steps", "validation loss", "validation accuracy"}
     optional |= {_OF_PARAMETERS, "micro-batches not computed, of all pools"}
+    if not can_be_late(numbers):  # as in a watched run: these would say 0, 1 and the step time again
+        rows = {label: cells for label, cells in rows.items() if label not in _OF_LATENESS}
     return [
         (label, cells)
         for label, cells in rows.items()
         if label not in optional or any(cell.text not in ("", "0", "not known") for cell in cells)
     ]
+
+
+def can_be_late(numbers: Sequence[RunNumbers]) -> bool:
+    """Whether a rank was late in one of these runs, or could have been."""
+    return any(of.with_deadline or of.late or of.stood_in for of in numbers)
 
 
 def _rank_row(rank: RankInRun, replicas: Replicas, *, drawn: bool) -> list[Cell]:

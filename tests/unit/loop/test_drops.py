@@ -148,7 +148,7 @@ def test_first_line_is_a_warning_and_says_who_was_late_how_often_what_was_droppe
     (record,) = caplog.records
     assert (record.name, record.levelno) == ("straggle", logging.WARNING)
     assert record.getMessage().splitlines() == [
-        "straggle, Net: 22 steps of 100 ms (DDP: 394 ms); dropped gradients: "
+        "straggle, Net: 22 steps of 100 ms (DDP: ~394 ms); dropped gradients: "
         "72% of rank 3's (late 21 times, in backward)",
         "rank 3 gives less than half: deal it less (straggle.Rebalance), wait longer (deadline=), leave it out, or see "
         "straggle watch",
