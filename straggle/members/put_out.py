@@ -169,9 +169,10 @@ class PutOut:
 def _work_s(table: Table) -> dict[int, float]:
     """Each member's seconds of work in the step; none where it tells nothing of what a rank's absence would bring.
 
-    That is so if nobody gave anything, and in a loop with collectives of its own in its steps: these need all ranks.
+    That is so if nobody gave anything, in a loop with collectives of its own in its steps, which need all ranks, and in
+    a step with a pool, from which a slow rank draws less.
     """
-    if any(table.column("gathers")) or not any(table.weight()):
+    if any(table.column("gathers")) or any(table.column("pool_parts")) or not any(table.weight()):
         return {}
     absent = table.column("absent")
     return {rank: seconds for rank, seconds in enumerate(table.column("busy_s")) if not absent[rank]}

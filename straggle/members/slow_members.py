@@ -133,6 +133,7 @@ class SlowMembers:
         ``probes``: of ranks that are out.
         """
         after = replace(self, step=step + 1, now_s=self.now_s + seconds)
+        work_s = _of_others(work_s, self.out)  # a rank is in one or two more steps until the next view has come
         if after.for_work and work_s:
             after = after._follow(max(work_s.values()))
             if new := {rank: probe for rank, probe in probes.items() if after._is_new(rank, probe)}:

@@ -234,6 +234,16 @@ def test_a_stall_of_a_member_makes_no_slow_rank_look_good() -> None:
     assert now.out == {1}
 
 
+def test_the_pace_that_a_rank_must_keep_is_not_its_own_while_the_next_view_has_yet_to_come() -> None:
+    now = made(SlowMembers(), one_slow(), SUSPECTED - 1 + AFTER_STEPS)
+    assert now.out == {1}
+    work_s, last = dict(enumerate(one_slow()(0))), seen(one_slow()(0))
+    for number in range(4):
+        probes = {1: Probe(number, SLOW_S)}
+        now = now.after_step(now.step, SLOW_S, partial(_same, last), 1.1, work_s=work_s, probes=probes)
+    assert now.out == {1}
+
+
 def test_a_new_process_of_a_rank_that_is_out_is_let_in_as_nothing_is_known_of_it() -> None:
     out = made(SlowMembers(), one_slow(), 80)
     assert made(out, one_slow(), 1, probes={1: Probe(-77, 0.0)}).out == frozenset()

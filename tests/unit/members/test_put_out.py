@@ -34,10 +34,10 @@ class Members:
 
 
 class Merged:
-    """What is asked of a table: no member has ever measured a slow link."""
+    """What is asked of a table: no member has ever measured a slow link. Other columns than these are zeros."""
 
-    def __init__(self, absent: Sequence[int] = ()) -> None:
-        self._absent = frozenset(absent)
+    def __init__(self, absent: Sequence[int] = (), **columns: tuple[float, ...]) -> None:
+        self._absent, self._columns = frozenset(absent), {"busy_s": (0.1,) * 4, **columns}
 
     def absent_ranks(self) -> frozenset[int]:
         return self._absent
@@ -45,7 +45,7 @@ class Merged:
     last_submitted_s, is_usual = 1.0, True
 
     def column(self, name: str) -> tuple[float, ...]:
-        return (0.1 if name == "busy_s" else 0.0,) * 4
+        return self._columns.get(name, (0.0,) * 4)
 
     def weight(self) -> list[float]:
         return [1.0] * 4
@@ -157,3 +157,33 @@ def test_a_newcomer_takes_the_places_of_the_members() -> None:
         merge(giver, step, absent=[3])
         merge(own, step, absent=[3])
     assert own.state_dict() == giver.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("phase", "words"), [("data", "loading data"), ("backward", "in backward"), ("optimizer", "in the optimizer")]
+)
+def test_a_member_whose_work_is_slow_is_put_out_and_it_is_said_in_what_and_what_that_brings(
+    phase: str, words: str
+) -> None:
+    own, members = put_out(0)
+    columns = {"busy_s": (0.1, 0.5, 0.1, 0.1), f"{phase}_s": (0.02, 0.42, 0.02, 0.02), "forward_s": (0.05,) * 4}
+    slow: Any = Merged(**columns)
+    for step in range(1, 70):
+        own.merged(step, slow, 1)
+    why = members.kept_out[1]
+    assert (set(members.kept_out), why.kind) == ({1}, "slow")
+    brings = 3 / 4 * (0.5 + 6 * 5.1e6 / 4 / 20e6) / (0.1 + 4 * 5.1e6 / 3 / 20e6)  # rings of four and of three
+    assert why.reason == (
+        f"it is slow: done or cut short after 0.50 s of a step, the others after 0.10 s; {words} 0.42 s, the others "
+        f"20 ms; it gave 100% of its gradients, and without it the others merge {brings:.2f} times as many gradients a "
+        "second"
+    )
+
+
+@pytest.mark.parametrize("name", ["gathers", "pool_parts"])
+def test_no_member_is_put_out_for_its_work_if_all_are_needed_or_a_slow_one_draws_less(name: str) -> None:
+    own, members = put_out(0)
+    slow: Any = Merged(**{"busy_s": (0.1, 0.5, 0.1, 0.1), name: (0.0, 0.0, 1.0, 0.0)})
+    for step in range(1, 70):
+        own.merged(step, slow, 1)
+    assert not members.kept_out
