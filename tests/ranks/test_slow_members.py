@@ -71,9 +71,7 @@ def train(rank, board: Board, place, way):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("place", "way"), [("layers", "plain"), ("data", "plain"), ("data", "LateLoader"), ("data", "Epochs")]
-)
+@pytest.mark.parametrize(("place", "way"), [("layers", "plain"), ("data", "LateLoader"), ("data", "Epochs")])
 def test_member_that_is_slow_for_good_is_put_out_and_let_in_again_when_it_is_fast(place, way):
     with run_job(NUM_RANKS, train, place, way) as job:
         job.wait(lambda: f"rank {SLOW} is no member from generation 1 on" in job.log(), "it is put out", 90)
@@ -81,9 +79,8 @@ def test_member_that_is_slow_for_good_is_put_out_and_let_in_again_when_it_is_fas
         words = {"layers": "in forward", "data": "loading data"}[place]
         assert "of a step, the others after" in why, why
         assert words in why, why
-        if (place, way) != ("data", "plain"):  # whose loop cannot even walk along
-            job.wait(lambda: "for a step of its own" in job.log(), "a probe", 60)
-            assert float(re.search(r"(\S+) s for a step of its own", job.log())[1]) >= SLOW_S
+        job.wait(lambda: "for a step of its own" in job.log(), "a probe", 60)
+        assert float(re.search(r"(\S+) s for a step of its own", job.log())[1]) >= SLOW_S
         job.walk(100, [0, 2, 3])
         assert "may be let in again" not in job.log()
         (job.folder / "fast").touch()
@@ -94,6 +91,7 @@ def test_member_that_is_slow_for_good_is_put_out_and_let_in_again_when_it_is_fas
     steps = results[0][1]
     assert steps[-1][1] == ()
     with_it = [seconds for seconds, absent in steps[1:40] if not absent]
-    assert min(with_it) >= SLOW_S  # it is waited for: no load of the machine makes these shorter,
+    assert sum(with_it) > 0.8 * SLOW_S * len(with_it)  # it is waited for: no load of the machine makes these shorter,
     without = [seconds for seconds, absent in steps if absent == (SLOW,)]
-    assert min(without) < SLOW_S  # and only because nobody waits for it can one of these be
+    tens = [sum(without[first : first + 10]) for first in range(len(without) - 9)]
+    assert min(tens) < 0.8 * SLOW_S * 10  # and only because nobody waits for it can ten of these be
