@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from straggle.observe.replicas import Replicas
 from straggle.observe.summary import summarize
 from straggle.report import StepReport
 
+_LESS = 0.85  # of an equal share, or below: that is no noise
+_NAMED = 3  # ranks
 _log = logging.getLogger(__name__)
 
 
@@ -55,7 +57,8 @@ def finish(
         durable.write_text(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
     except OSError as error:
         _log.warning("%s cannot be written: %s", run_dir / "summary.json", error)
-    _print(summary, run_dir, Replicas.of(reports))
+    shares = () if job.rebalance is None else mean_shares(job.rebalance.schedule, reports[-1].step + 1)
+    _print(summary, run_dir, Replicas.of(reports), shares)
 
 
 def say_stopped(config: DictConfig, done: int) -> None:
@@ -78,7 +81,7 @@ def write_page(run_dir: Path) -> None:
         _log.warning("no report: %r; try again with: python -m straggle report %s", error, run_dir)
 
 
-def _print(summary: dict[str, Any], run_dir: Path, replicas: Replicas) -> None:
+def _print(summary: dict[str, Any], run_dir: Path, replicas: Replicas, shares: Sequence[float]) -> None:
     median_ms, ddp_ms = (1e3 * summary[key] for key in ("step_seconds_median", "ddp_seconds_median"))
     mean_ms, ddp_mean_ms = (1e3 * summary[key] for key in ("step_seconds_mean", "ddp_seconds_mean"))
     same = len(set(summary["parameters_sha256"])) == 1
@@ -107,7 +110,8 @@ def _print(summary: dict[str, Any], run_dir: Path, replicas: Replicas) -> None:
         rows.insert(4, ("steps without a rank", f"{sum(absent)} of {summary['steps'] * len(absent)}", away))
     if summary["shadow_dropped_share"] is not None:
         rows.insert(3, ("with the deadline enforced", *_would(summary)))
-    sys.stdout.write(replicas.words(outcome(summary)) + "\n")
+    for sentence in (outcome(summary), *deeds(summary, shares)):
+        sys.stdout.write(replicas.words(sentence) + "\n")
     rows = [(replicas.words(name, names_ranks=False), value, replicas.words(note)) for name, value, note in rows]
     rows.append((*of_parameters, summary["parameters_sha256"][0][:12]))
     print_table(f"{summary['steps']} steps", ("", "", ""), rows)
@@ -123,6 +127,35 @@ def outcome(summary: Mapping[str, Any]) -> str:
         return f"{gained}, and no gradient was dropped."
     paid = f"{summary['dropped_share']:.1%} of the gradients were dropped"
     return f"{gained}; for that {paid} ({_shares('rank', summary['dropped_share_per_rank'])})."
+
+
+def mean_shares(schedule: Sequence[tuple[int, Sequence[int]]], steps: int) -> list[float]:
+    """Each rank's mean share of a step's samples or micro-batches over all ``steps`` of a job."""
+    ends = [step for step, _ in schedule[1:]] + [steps]
+    of_all = [0.0] * len(schedule[0][1])
+    for (begin, shares), end in zip(schedule, ends, strict=True):
+        of_all = [so_far + (end - begin) * share / steps for so_far, share in zip(of_all, shares, strict=True)]
+    return of_all
+
+
+def deeds(summary: Mapping[str, Any], shares: Sequence[float]) -> Iterator[str]:
+    """What was done about which rank: that it was given less to do (``shares`` are its samples), or was cut off."""
+    equal = sum(shares) / len(shares) if shares else 0
+    for rank, share in enumerate(shares):
+        if share <= _LESS * equal:
+            yield (
+                f"Dealt less: rank {rank} is slow in most steps, so it had {share:.1f} of the {sum(shares):.0f} that are "
+                f"dealt out for a step, and not {equal:g}: nothing is dropped of what others have in its place."
+            )
+    counts = zip(summary["late_steps_per_rank"], summary["stood_in_steps_per_rank"], strict=True)
+    late = sorted(((late, stood_in, rank) for rank, (late, stood_in) in enumerate(counts) if late), reverse=True)
+    for steps, stood_in, rank in late[:_NAMED]:
+        by_itself = f"it stopped its own pass in {steps - stood_in} of these" if steps > stood_in else "it was stuck"
+        kept = 1 - summary["dropped_share_per_rank"][rank]
+        yield (
+            f"Cut: rank {rank} was late in {steps} of {summary['steps']} steps; {by_itself}, and the others did not "
+            f"wait. Of all its gradients {kept:.0%} came in."
+        )
 
 
 def _would(summary: dict[str, Any]) -> tuple[str, str]:

@@ -77,16 +77,28 @@ class Fault(ABC):
 
 @final
 class Slowdown(Fault):
-    """A constant factor on forward and backward: 2.0 means that this rank takes twice as long as it would."""
+    """A constant factor on forward and backward: 2.0 means that this rank takes twice as long as it would.
 
-    def __init__(self, factor: float, *, ranks: Collection[int] | None = None) -> None:
+    ``chance``: the probability with which a step is slow so; 1: all are.
+    """
+
+    def __init__(self, factor: float, *, ranks: Collection[int] | None = None, chance: float = 1.0) -> None:
         if not 1.0 <= factor < math.inf:
             raise ValueError(f"factor is {factor}; give a number from 1.0 (no delay), such as 2.0 for twice as long")
+        if not 0.0 <= chance <= 1.0:
+            raise ValueError(f"chance is {chance}; give a number from 0.0 to 1.0, per step")
         self.factor = factor
         self.ranks = _rank_set(ranks)
+        self.chance = chance
 
     def delay_s(self, moment: Moment) -> float:
-        return 0.0 if moment.phase == "data" else (self.factor - 1.0) * moment.elapsed_s
+        return (self.factor - 1.0) * moment.elapsed_s if moment.phase != "data" and self._strikes(moment) else 0.0
+
+    def _strikes(self, moment: Moment) -> bool:
+        if self.chance == 1.0:
+            return True
+        drawn = torch.Generator().manual_seed(_seed_from(moment.seed, moment.rank, moment.step))  # one for all phases
+        return torch.rand((), generator=drawn, dtype=torch.float64).item() < self.chance
 
 
 @final

@@ -26,6 +26,7 @@ from straggle.__main__ import COMMANDS, main
 from straggle.commands.config import load
 from straggle.commands.config_schema import ConfigurationError
 from straggle.commands.launching.launch_options import arguments as launch_arguments
+from straggle.commands.result import deeds, mean_shares
 from straggle.lab.build import build_faults
 from straggle.observe.console import LiveView
 from straggle.observe.trace import TraceWriter, read_trace
@@ -321,7 +322,7 @@ def test_process_ids_of_workers_that_may_come_back_are_in_the_folder_of_the_run(
 
 
 def test_null_switches_one_fault_off() -> None:
-    assert list(build_faults(load("train", ["faults.stall=null"]))) == ["pace", "slow"]
+    assert list(build_faults(load("train", ["faults=slow_rank", "faults.stall=null"]))) == ["pace", "slow"]
     assert build_faults(load("train", ["faults=none"])) == {}
 
 
@@ -353,6 +354,18 @@ def test_wrong_key_ends_the_command_with_one_message_and_no_traceback(tmp_path: 
     assert said.startswith("unknown option --steps=5; keys are written without dashes")
 
 
+def test_end_of_a_run_says_which_rank_was_dealt_less_and_which_was_cut() -> None:
+    shares = mean_shares([(0, (8, 8, 8, 8)), (20, (9, 9, 10, 4))], 80)
+    assert shares == [8.75, 8.75, 9.5, 5.0]
+    late = {"late_steps_per_rank": [0, 9, 0, 4], "stood_in_steps_per_rank": [0, 2, 0, 4], "steps": 80}
+    first, second, third = deeds({**late, "dropped_share_per_rank": [0.0, 0.06, 0.0, 0.05]}, shares)
+    assert first.startswith("Dealt less: rank 3 is slow in most steps, so it had 5.0 of the 32 that are dealt out")
+    assert second.startswith("Cut: rank 1 was late in 9 of 80 steps; it stopped its own pass in 7 of these")
+    assert second.endswith("Of all its gradients 94% came in.")
+    assert "rank 3 was late in 4 of 80 steps; it was stuck" in third
+    assert not list(deeds({**late, "late_steps_per_rank": [0] * 4, "dropped_share_per_rank": [0.0] * 4}, ()))
+
+
 # -- complete runs
 
 
@@ -377,7 +390,7 @@ def test_training_writes_its_files_and_a_resumed_run_equals_an_uninterrupted_one
 
 @pytest.mark.slow
 def test_slow_rank_is_late_and_the_replicas_stay_identical(tmp_path: Path) -> None:
-    keys = ("steps=14", "batch_size=4", "workload.depth=2", "faults.stall.step=8")
+    keys = ("steps=14", "batch_size=4", "workload.depth=2", "faults=slow_rank", "faults.stall.step=8")
     out = run_command("train", 4, *keys, "run_dir=run", folder=tmp_path)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert len(summary["parameters_sha256"]) == 4
@@ -392,7 +405,7 @@ SHARDED = (*TINY, "parallel=sharded", "metrics=none", "deadline=fixed")
 
 @pytest.mark.slow
 def test_replica_of_two_workers_is_late_as_one_if_one_of_them_is_slow(tmp_path: Path) -> None:
-    keys = (*SHARDED, "faults.stall.step=4", "deadline.budget_s=0.2", "steps=8")
+    keys = (*SHARDED, "faults=slow_rank", "faults.stall.step=4", "deadline.budget_s=0.2", "steps=8")
     out = run_command("train", 4, *keys, "run_dir=run", folder=tmp_path)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert len(summary["parameters_sha256"]) == 4

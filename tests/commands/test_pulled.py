@@ -20,7 +20,7 @@ def test_train_pulls_resumes_and_is_replayed(tmp_path):
         light = (*TINY, "report=false", "metrics=none", "num_microbatches=4", "work=pulled", "run_dir=runs/a")
         return run_command("train", 2, *light, *more, folder=tmp_path)
 
-    slow = ["faults.slow.ranks=[1]", "faults.slow.factor=4.0", "~faults.stall", "deadline=none"]
+    slow = ["faults.slow.ranks=[1]", "faults.slow.factor=4.0", "~faults.sometimes", "deadline=none"]
     train(*slow, "steps=15")
     train(*slow, "steps=30", "resume=true")
     summary = json.loads((tmp_path / "runs/a/summary.json").read_text())

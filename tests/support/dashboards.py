@@ -83,6 +83,7 @@ def training(folder: Path, *keys: str, num_ranks: int = 3) -> Iterator[None]:
     last = num_ranks - 1
     command += [
         f"run_dir={folder}/run",
+        "faults=slow_rank",
         f"faults.slow.ranks=[{last}]",
         "faults.slow.factor=4",
         f"faults.stall.rank={last}",

@@ -364,6 +364,10 @@ LAB = {
         lambda _: faults.RandomDelay(2, seconds=1),
         lambda _: faults.RandomDelay(0.5, seconds=1),
     ),
+    "chance is {}; give a number from 0.0 to 1.0, per step": (
+        lambda _: faults.Slowdown(2.0, chance=2),
+        lambda _: faults.Slowdown(2.0, chance=0.5),
+    ),
     "ranks are {}; give ranks from 0, or leave them out for every rank": (
         lambda _: faults.Slowdown(2.0, ranks=[-1]),
         lambda _: faults.Slowdown(2.0, ranks=[0]),

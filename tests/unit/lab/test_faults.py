@@ -126,6 +126,20 @@ def test_slow_rank_is_slow_evenly_over_its_layers():
     assert [seconds for _, seconds in time.sleeps] == 4 * [FORWARD_S] + 4 * [BACKWARD_S]
 
 
+def test_slowdown_by_chance_is_of_complete_steps_and_of_so_many():
+    chosen = [seconds > 0 for seconds in delays(Slowdown(3.0, chance=0.25), num_steps=400)]
+    assert 70 <= sum(chosen) <= 130  # 100 and more than three times their standard deviation of 8.7
+    assert [seconds > 0 for seconds in delays(Slowdown(3.0, chance=0.25), num_steps=400)] == chosen
+    assert set(delays(Slowdown(3.0, chance=0.25), num_steps=40)) == {0.0, 2 * (FORWARD_S + BACKWARD_S)}
+    assert not any(delays(Slowdown(3.0, chance=0.0), num_steps=10))
+
+
+@pytest.mark.parametrize("chance", [-0.1, 1.1])
+def test_chance_of_a_slowdown_is_a_probability(chance):
+    with pytest.raises(ValueError, match=f"chance is {chance}; give a number from 0.0 to 1.0, per step"):
+        Slowdown(2.0, chance=chance)
+
+
 def test_slowdowns_multiply():
     time = FakeTime()
     net = Net(time)
@@ -490,7 +504,7 @@ def test_scenario_is_a_mapping_of_names_to_faults(path):
 
 
 def test_scenarios_are_those_documented():
-    names = ["dropcompute", "everyone_noisy", "kill", "pace", "random_delay", "slow_rank", "stall"]
+    names = ["dropcompute", "everyone_noisy", "kill", "pace", "random_delay", "slow_rank", "stall", "two_ranks"]
     assert [path.stem for path in SCENARIOS] == names
 
 
