@@ -144,7 +144,7 @@ def deeds(summary: Mapping[str, Any], shares: Sequence[float]) -> Iterator[str]:
     for rank, share in enumerate(shares):
         if share <= _LESS * equal:
             yield (
-                f"Dealt less: rank {rank} is slow in most steps, so it had {share:.1f} of the {sum(shares):.0f} that are "
+                f"Dealt less: rank {rank} is slow in most steps, so it had {share:.1f} of {sum(shares):.0f} that are "
                 f"dealt out for a step, and not {equal:g}: nothing is dropped of what others have in its place."
             )
     counts = zip(summary["late_steps_per_rank"], summary["stood_in_steps_per_rank"], strict=True)
