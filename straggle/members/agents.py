@@ -1,7 +1,7 @@
 """What the agents of `straggle launch` report in the job's store: which workers were started, which ended, and how.
 
-A process that is killed reports nothing itself. Its agent waits for it, and posts within milliseconds how it ended. All
-keys lie at the root of the store, also if the caller has a `PrefixStore`.
+A process that is killed reports nothing itself. Its agent waits for it, and posts within milliseconds how it ended.
+What they say of ranks that will not come is in `merge/launcher_words.py`, and all keys lie where those do.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import signal
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from straggle.merge.launcher_words import PREFIX as PREFIX
+from straggle.merge.launcher_words import at_root, said
+from straggle.merge.launcher_words import post_started as post_started
+from straggle.merge.launcher_words import started as started
 
-PREFIX = "straggle/agents"
 # exit status of a worker for which the job is over, and which must not be restarted; EX_PROTOCOL of sysexits.h
 DO_NOT_RESTART = 76
 # exit status of a worker whose command line or configuration is wrong, as in `argparse`
@@ -50,17 +52,6 @@ class Exited:
         return f"{how}, after {self.ran_s:.1f} s"
 
 
-def post_started(store: Any, rank: int, count: int) -> None:
-    """Report that process number ``count`` of this rank is being started."""
-    _agents(store).set(f"started/{rank}", str(count))
-
-
-def started(store: Any, rank: int) -> int | None:
-    """The number of this rank's last process; ``None`` if none was started."""
-    said = _said(store, f"started/{rank}")
-    return None if said is None else int(said)
-
-
 def last_count(store: Any, rank: int) -> int:
     """The number of this rank's last process that the store knows, -1 if it knows none.
 
@@ -73,39 +64,39 @@ def last_count(store: Any, rank: int) -> int:
 def post_exited(store: Any, rank: int, exited: Exited) -> None:
     """Report how a process of this rank ended; replaces the report on the process before."""
     words = {name: value for name, value in asdict(exited).items() if value is not None}
-    _agents(store).set(f"exited/{rank}", json.dumps(words))
+    at_root(store).set(f"{PREFIX}/exited/{rank}", json.dumps(words))
 
 
 def post_over(store: Any, why: str) -> None:
     """Report that the job is over, and why: no worker is restarted."""
-    _agents(store).set("over", why)
+    at_root(store).set(f"{PREFIX}/over", why)
 
 
 def over(store: Any) -> str | None:
     """Why the job is over; ``None`` while it runs."""
-    return _said(store, "over")
+    return said(store, "over")
 
 
 def post_all_told(store: Any) -> None:
     """Report that all ranks of the job are to end: those that get SIGTERM do not leave alone."""
-    _agents(store).set("told", "")
+    at_root(store).set(f"{PREFIX}/told", "")
 
 
 def all_told(store: Any) -> bool:
     """Whether all ranks of the job are to end."""
-    return bool(_agents(store).check(["told"]))
+    return bool(at_root(store).check([f"{PREFIX}/told"]))
 
 
 def post_silent(store: Any, rank: int, why: str) -> None:
     """Ask this rank's agent to look at its process, which gives no word of itself."""
-    _agents(store).set(f"silent/{rank}", why)
+    at_root(store).set(f"{PREFIX}/silent/{rank}", why)
 
 
 def take_silent(store: Any, rank: int) -> str | None:
     """Why the agent is to look at this rank's process, once; ``None``: it is not."""
-    if (said := _said(store, f"silent/{rank}")) is not None:
-        _agents(store).delete_key(f"silent/{rank}")
-    return said
+    if (why := said(store, f"silent/{rank}")) is not None:
+        at_root(store).delete_key(f"{PREFIX}/silent/{rank}")
+    return why
 
 
 def exited(store: Any, rank: int) -> Exited | None:
@@ -114,19 +105,8 @@ def exited(store: Any, rank: int) -> Exited | None:
     ``store`` is any connection to the job's store, or a `PrefixStore` over one. This sends two requests, and a store
     may not answer: use a connection with a time limit, as `JobStore` does.
     """
-    said = _said(store, f"exited/{rank}")
-    return None if said is None else Exited(**json.loads(said))
-
-
-def _agents(store: Any) -> Any:
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return PrefixStore(PREFIX, store)
-
-
-def _said(store: Any, key: str) -> str | None:
-    agents = _agents(store)
-    return agents.get(key).decode() if agents.check([key]) else None
+    word = said(store, f"exited/{rank}")
+    return None if word is None else Exited(**json.loads(word))
 
 
 def _name(number: int) -> str:

@@ -230,6 +230,19 @@ class ElasticChannel(Channel):
         values = {rank: json.loads(word) for rank, word in words.items() if word is not None}
         return [values.get(rank, values[min(values)]) for rank in range(self.world_size)]
 
+    def _gather(self, tensor: Tensor, what: str) -> list[Tensor]:
+        """Every rank's ``tensor``, while the model is wrapped; for one that never came, that of the lowest member."""
+        ranks = self.groups.ranks
+        tensors = [torch.empty_like(tensor) for _ in ranks]
+        self._between_steps(what, partial(self.groups.control.all_gather, tensors, tensor))
+        of_members = dict(zip(ranks, tensors, strict=True))
+        return [of_members.get(rank, tensors[0]) for rank in range(self.world_size)]
+
+    def broadcast(self, tensor: Tensor, source: int = 0, name: str = "tensor") -> None:
+        """As the base class; if ``source`` never came, from the lowest member."""
+        ranks = self.groups.ranks
+        super().broadcast(tensor, ranks.index(source) if source in ranks else 0, name)
+
     def end_pause(self) -> None:
         """Nothing to do: each member goes on by itself, and is waited for in its next step."""
 

@@ -18,6 +18,7 @@ from straggle.members.refill import Refill
 from straggle.members.stored_view import StoreEmptied
 from straggle.members.view import DONE, Elastic, Leaving, Silence, View, leader
 from straggle.members.view_chain import ViewChain
+from straggle.merge.launcher_words import down
 from straggle.merge.store import StoreUnreachable
 
 _LOOK_S = 0.3  # between two looks at signs of life and the view: several requests each, and a beat is one
@@ -155,6 +156,8 @@ class FailureDetector:
                 self._chain.saw(view)
                 if is_member and self.is_on:
                     self._watch(store, view)
+                elif is_member and not view.has_begun and down(store, self._processes_of(view)):
+                    self._chain.annul(store, view)
                 self.num_looks += 1
                 self._heartbeat.answered()
                 self._note_lost(None)
@@ -188,6 +191,9 @@ class FailureDetector:
         # in case the ranks that filled the store did not know this view; if they did, `replace` changes nothing
         self._chain.replace(store, view, known.again())
         return None
+
+    def _processes_of(self, view: View) -> list[int]:
+        return [rank for member in view.ranks for rank in self._inside.ranks(member)]
 
     def _note_lost(self, problem: str | None) -> None:
         lost, own = problem is not None, self._inside.rank(self._chain.rank)

@@ -32,8 +32,10 @@ from straggle.members.view import DONE, NOTICE, Elastic, Leaving, Seal, View
 from straggle.members.view_chain import ViewChain
 from straggle.merge.arrivals import LongArrival
 from straggle.merge.channel import PeerFailed
+from straggle.merge.launcher_words import down
 from straggle.merge.store import ANSWER_S, peek
 
+_DOWN_LOOK_S = 0.5  # between two questions whether ranks that are missing may come
 _LINGER_S = 2.0
 _END_S = 5.0  # for threads to end when the model is closed
 
@@ -166,12 +168,18 @@ class Membership:
         arrival = LongArrival(self.inside.rank(self.rank), self._ranks_of(range(self.world_size)))
         self._heartbeat.beat(store)
         store.set(f"hello/{self.rank}", self._seal.seal(f"hello/{self.rank}", self.incarnation))
+        look_at, gone = 0.0, dict[int, str]()
         while not self.chain.find(store):
             missing = [rank for rank in range(self.world_size) if not store.check([f"hello/{rank}"])]
-            if not missing:
-                words = {rank: self._open(store, f"hello/{rank}") for rank in range(self.world_size)}
+            if time.monotonic() >= look_at:
+                look_at, gone = time.monotonic() + _DOWN_LOOK_S, self._down(store)
+            if not set(missing) - gone.keys():
+                there = [rank for rank in range(self.world_size) if rank not in gone]
+                words = {rank: self._open(store, f"hello/{rank}") for rank in there}
                 first = View(0, {r: own or "" for r, own in words.items()}, job=uuid.uuid4().hex[:12])
                 self.chain.begin(store, first)
+                if gone and self.rank == there[0]:
+                    _log.warning("the job begins with ranks %s: %s", self._ranks_of(there), "; ".join(gone.values()))
             elif (why := over(store)) is not None:
                 raise PeerFailed(f"{self._own}, before step 0: the job is over: {why}")
             elif time.monotonic() > until:
@@ -185,6 +193,20 @@ class Membership:
                 time.sleep(0.01)
         self.detector.start()
         return not (self.is_member and self.view.generation == 0)
+
+    def _down(self, store: Any) -> dict[int, str]:
+        """Members that will not come, and why, as the launcher says it.
+
+        Raises `PeerFailed`, and reports that the job is over, if too few are left without them.
+        """
+        gone = dict[int, str]()
+        for rank, why in down(store, self._ranks_of(range(self.world_size))).items():
+            gone[rank // self.inside.size] = why
+        if self.world_size - len(gone) < self.least:
+            why = f"{'; '.join(gone.values())}, and too few ranks are left without it (Elastic.min_ranks)"
+            post_over(store, why)
+            raise PeerFailed(f"{self._own}, before step 0: {why}")
+        return gone
 
     def annul(self, view: View) -> None:
         """Give up a first view that has not begun: all its ranks agree on another one."""

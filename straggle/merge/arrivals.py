@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
-import threading
+import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from straggle.merge.store import connect, default_store
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from straggle.merge.launcher_words import down, post_needs_all, will_not_come
+from straggle.merge.store import default_store
 
 LONG_ARRIVAL_S = 4.0  # after so long the wait is reported
+_LOOK_S = 0.5  # between two questions whether all may come
+_SHORTEST_S, _LONGEST_S = 0.001, 0.05  # between two whether they have
 _num_wrapped = Counter[tuple[int, ...]]()  # models that these ranks have wrapped together in this process
 
 _log = logging.getLogger(__name__)
@@ -35,26 +39,36 @@ class LongArrival:
             _log.warning("rank %d: waiting for ranks %s, which have not wrapped the model yet", self._own, late)
 
 
-@contextlib.contextmanager
-def reported(ranks: Sequence[int], own: int) -> Iterator[None]:
-    """A block in which rank ``own`` waits for all ``ranks``: each announces that it has come, in the job's store."""
+def why_not_all(ranks: Sequence[int], own: int, limit_s: float) -> str:
+    """Announce in the job's store that rank ``own`` has come, and wait for all ``ranks``; nothing once they are there.
+
+    Else which have not come, and why they will not, if a launcher says so, or that the limit is over.
+    """
     _num_wrapped[of_ranks := tuple(ranks)] += 1
-    corner = f"straggle/come/{hashlib.sha1(str(of_ranks).encode()).hexdigest()}/{_num_wrapped[of_ranks]}"
-    store, over = default_store(), threading.Event()
-    store.set(f"{corner}/{own}", "")
-    threading.Thread(
-        target=_report, args=(store, corner, ranks, own, over), name="straggle-arrivals", daemon=True
-    ).start()
-    try:
-        yield
-    finally:
-        over.set()
+    digest = hashlib.sha1(str(of_ranks).encode()).hexdigest()
+    store = PrefixStore(f"straggle/come/{digest}/{_num_wrapped[of_ranks]}", default_store())
+    if len(ranks) == dist.get_world_size():
+        post_needs_all(store)
+    store.set(str(own), "")
+    store.add("number", 1)
+    wait, until, look_at, pause_s = LongArrival(own, ranks), time.monotonic() + limit_s, 0.0, _SHORTEST_S
+
+    def missing() -> list[int]:
+        return [rank for rank in ranks if not store.check([str(rank)])]
+
+    while store.add("number", 0) < len(ranks) or down(store, ranks):
+        wait.look(missing)
+        if (now := time.monotonic()) >= look_at:
+            look_at = now + _LOOK_S
+            if why := will_not_come(store, ranks, missing(), own_start()):
+                return why
+        if now >= until:
+            return f"ranks {missing()} have not come"
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_S)
+    return ""
 
 
-def _report(store: Any, corner: str, ranks: Sequence[int], own: int, over: threading.Event) -> None:
-    wait = LongArrival(own, ranks)
-    if over.wait(LONG_ARRIVAL_S):
-        return
-    with contextlib.suppress(RuntimeError, OSError):
-        connection = connect(store, corner)  # the caller's may be in a request that waits
-        wait.look(lambda: [rank for rank in ranks if not connection.check([str(rank)])])
+def own_start() -> int:
+    """The number of this process among those of its rank, as its launcher counts them."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from straggle.merge.arrivals import reported
+from straggle.merge.arrivals import why_not_all
 from straggle.merge.groups import (
     OWN_GROUP,
     GlooCollectives,
@@ -139,20 +139,23 @@ class Channel:
         """Form the groups; returns the prefix in the store for these ranks' messages."""
         ranks = dist.get_process_group_ranks(parent)
         check_answers(default_store(), self.give_up_s)
+        limit = f"within {self.patience.words('outside')}"
         try:
-            with reported(ranks, ranks[self.rank]):
+            if not (why := why_not_all(ranks, ranks[self.rank], self.patience.outside_s)):
                 return self._form(ranks, backend_of(parent))
         except RuntimeError as error:
             raise PeerFailed(
                 f"rank {self.name}, before step 0: no process groups of ranks {ranks} within "
-                f"{self.patience.words('outside')}: each of them has to wrap the model; one has ended, hangs, or "
-                "cannot be reached, or is in another number of process groups than its peers, by which torch names "
-                "new ones"
+                f"{self.patience.words('inside')}: one has ended, hangs, or cannot be reached, or is in another number "
+                "of process groups than its peers, by which torch names new ones"
             ) from error
+        raise PeerFailed(
+            f"rank {self.name}, before step 0: {why}; each of ranks {ranks} has to wrap the model, {limit}"
+        )
 
     def _form(self, ranks: Sequence[int], backend: str) -> str:
         limit_s = self.patience.outside_s
-        timeout = timedelta(seconds=limit_s)
+        timeout = timedelta(seconds=self.give_up_s)  # all ranks are there
         control = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True, group_desc=OWN_GROUP)
         corner, wide = f"straggle/{control.group_name}", None
         if backend == "gloo":
@@ -174,7 +177,7 @@ class Channel:
         limit = server.timeout
         try:
             store = dist.PrefixStore(corner, server)  # type: ignore[attr-defined]
-            group = gloo_group(store, self.rank, self.world_size, self.patience.outside_s, at_a_time=number)
+            group = gloo_group(store, self.rank, self.world_size, self.give_up_s, at_a_time=number)
             group.set_timeout(timedelta(seconds=self.patience.outside_s + _MORE_S))
             self._gloo_groups.append(group)
             return GlooCollectives(group)

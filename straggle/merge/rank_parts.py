@@ -73,7 +73,10 @@ class RankParts:
         )
         if rounds.are_queued:
             rounds.watch = DeviceWatch(device, channel, stand_in.end_unlocked)
-        rounds.merge_among(channel.formed, rounds.ranks, 0)
+        among = rounds.ranks if channel.formed is None else channel.formed.ranks
+        rounds.merge_among(channel.formed, among, 0)
+        if len(among) < channel.world_size:  # the job has begun without a rank that will not come
+            deadline.of_ranks(len(among))
         clock: DeviceClock | None = None
         if device.is_queued and deadline.late_handling.late_by == "device":
             between = deadline.late_handling.granularity == "microbatch"

@@ -18,6 +18,7 @@ import pytest
 from launch_jobs import (
     WAITS,
     alive,
+    free_port,
     launched,
     left,
     script,
@@ -375,12 +376,6 @@ def test_folder_of_the_process_ids_may_come_from_the_environment(tmp_path: Path)
 # -- several nodes, on one machine
 
 SECRET = "0123456789abcdef" * 2
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @contextlib.contextmanager

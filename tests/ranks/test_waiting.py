@@ -242,7 +242,10 @@ def wrap_without_rank_1(rank):
 def test_ranks_that_do_not_come_to_wrap_the_model_are_named():
     end, _ = run_ranks(wrap_without_rank_1, 2, outcomes=True)
     assert end.kind == "PeerFailed"
-    assert "rank 0, before step 0: no process groups of ranks [0, 1] within 0.6 s, the process group's" in end.message
+    assert (
+        "rank 0, before step 0: ranks [1] have not come; each of ranks [0, 1] has to wrap the model, within 0.6 s, the"
+        in end.message
+    )
 
 
 def wrap_when_peers_have_reported_that_they_wait(rank, members):

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -87,3 +88,9 @@ def wait_for_end(pid: int) -> None:
             os.kill(pid, signal.SIGKILL)
             raise AssertionError(f"process {pid} still runs")
         time.sleep(0.01)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

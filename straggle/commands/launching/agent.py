@@ -21,6 +21,7 @@ from straggle.commands.launching.together import Together
 from straggle.commands.launching.worker_process import Process, Program, ServerEnded, Starter, new_process
 from straggle.members import agents
 from straggle.members.agents import Exited
+from straggle.merge import launcher_words
 from straggle.merge.store import JobStore, StoreUnreachable
 
 _CANNOT_START = 127  # as a shell says it
@@ -121,7 +122,7 @@ class Agent:
                 if job_ends(exited):
                     self._ask(partial(agents.post_over, why=f"rank {self.rank}'s configuration is wrong"))
                 return self._stays_down(then.why)
-            if (over := self._ask(agents.over)) is not None:
+            if over := self._ask(self._over):
                 return self._stays_down(over)
             say(
                 f"rank {self.rank} ended {own}; started again in {then.delay_s:g} s "
@@ -131,13 +132,29 @@ class Agent:
                 break
             if failed_again(self._ask(self._last_of_all) or [None]):
                 return self._stays_down("all ranks have failed again in the same way")
-            count, restarts = count + 1, then.restarts
+            if over := self._ask(self._over):
+                return self._stays_down(over)
+            count, restarts = max(count + 1, self._ask(self._meeting_count) or 0), then.restarts
         return "the launcher was stopped"
 
     def _stays_down(self, why: str) -> str:
+        words = f"rank {self.rank} ended {self.exited}, and is not started again: {why or 'it has done its work'}"
+        self._ask(lambda store: launcher_words.post_down(store, self.rank, words))
         if why:
-            say(f"rank {self.rank} ended {self.exited}, and is not started again: {why}")
+            say(words)
         return why
+
+    def _over(self, store: Any) -> str | None:
+        """Why no process of this rank could do anything, if so."""
+        if (over := agents.over(store)) is not None or not launcher_words.needs_all(store):
+            return over
+        return "; ".join(launcher_words.down(store, range(self._world_size)).values())
+
+    def _meeting_count(self, store: Any) -> int:
+        """The number of the last start of any rank, if they only meet as processes of one number."""
+        if not launcher_words.needs_all(store):
+            return 0
+        return max(agents.started(store, rank) or 0 for rank in range(self._world_size))
 
     def _next_count(self, ranks: Sequence[int]) -> int:
         """0, or where an earlier launcher of this node has left off: no two processes of a rank have one number."""
