@@ -215,7 +215,7 @@ def test_stand_in_asks_shortly_before_the_deadline_and_stops_the_rank_when_it_is
     assert (channel.asked, training.is_stopped(0)) == ([0], True)
 
 
-@pytest.mark.parametrize(("deadline_s", "grace_s", "given"), [(0.08, 0.008, None), (2.0, 0.05, None), (0.08, 0.3, 0.3)])
+@pytest.mark.parametrize(("deadline_s", "grace_s", "given"), [(0.08, 0.008, None), (0.7, 0.05, None), (0.08, 0.3, 0.3)])
 def test_rank_is_stood_in_for_when_the_grace_of_its_deadline_is_over(deadline_s, grace_s, given):
     clock, channel, submitted = [10.0], Told(num_waiting=1), []
     stand_in, training, _, _ = at_begin_of_step(clock, channel, deadline_s, given)
