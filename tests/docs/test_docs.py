@@ -270,6 +270,20 @@ def test_sharded_example_runs_on_four_ranks_and_the_replica_of_the_slow_one_is_l
     assert all("shards identical" in words for words in printed)
 
 
+def sizes_of(printed: str) -> dict[str, str]:
+    """Of each rank that has trained to the end, the size of its shards.
+
+    ``print`` writes a line and its end one after the other, so the line of another rank may come in between.
+    """
+    return dict(re.findall(r"rank (\d): trained from step \d+ on, size of its shards (\d+\.\d{6})", printed))
+
+
+@pytest.mark.parametrize("between", ["\n", ""])
+def test_line_of_a_rank_counts_also_if_another_one_writes_before_it_has_ended(between: str) -> None:
+    lines = [f"rank {rank}: trained from step 90 on, size of its shards {rank}.500000" for rank in (3, 2)]
+    assert sizes_of(between.join(lines) + "\n\n") == {"3": "3.500000", "2": "2.500000"}
+
+
 @pytest.mark.slow
 def test_replicas_example_goes_on_without_the_replica_whose_rank_dies(tmp_path: Path) -> None:
     preload = "--preload=straggle,torch.distributed.fsdp,torch._dynamo"  # each start would load them, for 3 s of CPU
@@ -279,7 +293,7 @@ def test_replicas_example_goes_on_without_the_replica_whose_rank_dies(tmp_path: 
     printed = job.log.read_text()
     assert "replica 1 left: rank 3 of it: its process ended by SIGKILL" in printed
     assert "replica 1 joined: came back (2 of 2 replicas)" in printed
-    sizes = dict(re.findall(r"rank (\d): trained .* ([\d.]+)", printed))
+    sizes = sizes_of(printed)
     assert (sizes["0"], sizes["1"]) == (sizes["2"], sizes["3"])
 
 
