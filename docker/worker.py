@@ -19,7 +19,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.run import main
 
-STATUS = 128 + signal.SIGTERM
+STOPPED = 128 + signal.SIGTERM
 
 
 def end_on_sigterm() -> None:
@@ -43,7 +43,7 @@ def _end(signals: int) -> None:
             os.kill(process, signal.SIGTERM)  # a second one changes nothing
     while _children():
         time.sleep(0.05)
-    _leave()
+    _leave(STOPPED)
 
 
 def _children() -> list[int]:
@@ -56,10 +56,10 @@ def _children() -> list[int]:
     return alive
 
 
-def _leave() -> None:
+def _leave(status: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(STATUS)  # freeing what torch has loaded would take longer than training took to end
+    os._exit(status)  # freeing what torch has loaded would take longer than training took to end
 
 
 def arguments() -> list[str]:
@@ -83,4 +83,5 @@ if __name__ == "__main__":
     try:
         main(arguments())
     except SignalException:  # the training processes have ended by now
-        _leave()
+        _leave(STOPPED)
+    _leave(0)

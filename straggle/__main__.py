@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from typing import NoReturn
 
+from straggle.commands.process_end import end_process
 from straggle.commands.words import COMMANDS
 from straggle.extras import MissingExtra
 
+_OF_A_JOB = ("train", "launch")  # other processes wait for the end of theirs
 _USAGE = "python -m straggle COMMAND ...\n" + "".join(f"  {word:<10} {what}\n" for word, (_, what) in COMMANDS.items())
 
 
@@ -38,5 +41,13 @@ def main() -> int:
     return status or 0
 
 
+def run() -> NoReturn:
+    """`main`, as the process's program."""
+    word, status = sys.argv[1:2], main()
+    if word and word[0] in _OF_A_JOB:
+        end_process(status)
+    raise SystemExit(status)
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run()

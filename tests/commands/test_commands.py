@@ -465,8 +465,8 @@ def test_wheel_carries_the_configuration_and_the_page_and_the_command_runs_from_
     environment = {**ENVIRONMENT, "PYTHONPATH": str(installed)}
     keys = (*TINY, "faults=none", "metrics=none", "steps=2", "run_dir=run")
     trains = (
-        "from straggle.__main__ import main; from straggle.commands.config_schema import config_dir; "
-        "print(config_dir()); raise SystemExit(main())"
+        "from straggle.__main__ import run; from straggle.commands.config_schema import config_dir; "
+        "print(config_dir()); run()"
     )
     command = [sys.executable, "-c", trains, "train", *keys]
     done = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
@@ -474,7 +474,7 @@ def test_wheel_carries_the_configuration_and_the_page_and_the_command_runs_from_
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
     assert (tmp_path / "run" / "report.html").exists()  # made of a template that is no module
     (entry,) = installed.glob("straggle-*.dist-info/entry_points.txt")
-    assert "straggle = straggle.__main__:main" in entry.read_text()
+    assert "straggle = straggle.__main__:run" in entry.read_text()
     assert not (installed / "benchmarks").exists()
 
 
