@@ -314,8 +314,11 @@ class Rebalance:
         spread, number = (rows - speed).abs().nanmedian(dim=0).values / speed, (~rows.isnan()).sum(dim=0)
         errors = (1.2533 * 1.4826 * spread / number.sqrt()).where(number >= _FEW, math.nan).tolist()
         vague = [2 * sum(column) >= len(column) for column in zip(*self._vague, strict=True)]
-        times = zip(self._shares, speed.tolist(), vague, strict=True)
-        seconds = [math.nan if unknown or not count else count / own for count, own, unknown in times]
+        times = zip(self._shares, speed.tolist(), errors, vague, strict=True)
+        seconds = [
+            math.nan if unknown or not count or math.isnan(error) else count / own
+            for count, own, error, unknown in times
+        ]
         return Level(tuple(map(float, self._shares)), tuple(seconds), tuple(errors))
 
     def _times(self, level: Level) -> dict[int, RankTime]:

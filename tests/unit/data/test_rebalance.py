@@ -225,6 +225,16 @@ def test_delay_that_ends_or_that_becomes_slow_samples_is_seen(caplog):
     assert ranks.evenly
 
 
+def test_rank_whose_samples_are_slow_is_not_said_to_be_delayed(caplog):
+    ranks = Telemetry([1.0] * 4, total=32, noise=0.03)
+    ranks.load[1] = 40.0
+    ranks.run(100)
+    assert ranks.rebalance.shares[1] == 1
+    (words,) = heard(caplog)
+    assert "rank 1" in words
+    assert "and has no more samples to give to them" in words
+
+
 def test_rank_with_one_sample_that_is_still_slow_is_named(caplog):
     ranks = Telemetry([1.0, 1.0, 1.0, 1.0], total=4)
     ranks.load[2] = 5.0
