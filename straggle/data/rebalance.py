@@ -288,11 +288,12 @@ class Rebalance:
         before = self._settled.seconds
         ratios = [new / old for old, new in zip(before, level.seconds, strict=True)]
         common = median([own for own in ratios if not math.isnan(own)] or [1.0])
-        pairs = enumerate(zip(ratios, level.errors, strict=True))
-        others = [rank for rank, (own, error) in pairs if abs(own / common - 1) > _OTHER + 3 * error]
+        # neither what the machine does to all is a rank's own, nor that it is as before while the machine is quicker
+        changes = [min(abs(own - 1), abs(own / common - 1)) for own in ratios]
+        pairs = enumerate(zip(changes, level.errors, strict=True))
+        others = [rank for rank, (change, error) in pairs if change > _OTHER + 3 * error]
         if others:
-            slower = [rank for rank in others if ratios[rank] > common]
-            self._changes = [change.without(slower) for change in self._changes]
+            self._changes = [change.without([r for r in others if ratios[r] > 1]) for change in self._changes]
             now = zip(before, level.seconds, strict=True)
             seconds = [new if rank in others else old for rank, (old, new) in enumerate(now)]
             self._settled = replace(level, seconds=tuple(seconds))

@@ -13,12 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 
 _SPREAD = 0.5  # of ``u`` around what is usual, as a standard deviation
-_TURNS = 3  # of finding the ranks' ``u``, and what the machine did
+_TURNS = 3  # of finding the ranks' ``u``, and what is usual
 _BEYOND = 0.5  # a change of the time that is so much more than its samples can cause says nothing
-_ALONE = 2  # so many ranks do not show what the machine did to all
 _CLEAR = 0.1  # a change of the count by this share of the mean shows what goes with it
 
 
@@ -66,15 +64,14 @@ def split(
     """Each rank's time, if it takes ``seconds`` for ``counts`` samples now; ``mean`` of them are an equal share.
 
     ``drift``: by how much a machine becomes slower, or quicker, between two measurements, as a standard deviation; 0:
-    not at all. What it did to all of three or more ranks is left out. A change counts half as much as the one after it;
-    of a rank whose number of samples has hardly changed, the others tell.
+    not at all. A change counts half as much as the one after it; of a rank whose number of samples has hardly changed,
+    the others tell.
     """
     told, ranks = [_Told.by(change, mean, drift) for change in changes], range(len(counts))
-    machine, usual = [1.0] * len(told), 1.0
+    usual = 1.0
     for _ in range(_TURNS):
-        parts = [_Part.of(told, machine, rank, usual) for rank in ranks]
+        parts = [_Part.of(told, rank, usual) for rank in ranks]
         usual = (1 + math.fsum(own.told * own.part for own in parts)) / (1 + math.fsum(own.told for own in parts))
-        machine = [change.machine(parts) for change in told]
     return [
         _rank_time(own.part, count, now_s, mean, is_known=any(change.tells(rank) for change in told))
         for rank, (own, count, now_s) in enumerate(zip(parts, counts, seconds, strict=True))
@@ -83,46 +80,30 @@ def split(
 
 @dataclass(frozen=True)
 class _Told:
-    """By rank: its ``counts`` before and after a change, the factor of its time, and that factor's relative variance.
+    """By rank the ``x`` and ``y`` above, and the variance of ``y``; NaN: not known."""
 
-    NaN: not known.
-    """
-
-    mean: float
-    counts: tuple[tuple[float, float], ...]
-    factors: tuple[float, ...]
-    variances: tuple[float, ...]
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    variance: tuple[float, ...]
 
     @staticmethod
     def by(change: Change, mean: float, drift: float) -> _Told:
         before, after = change.before, change.after
-        factors = [new / old for old, new in zip(before.seconds, after.seconds, strict=True)]
-        variances = [old**2 + new**2 + drift**2 for old, new in zip(before.errors, after.errors, strict=True)]
-        counts = zip(before.counts, after.counts, strict=True)
-        return _Told(mean, tuple(counts), tuple(factors), tuple(variances))
+        y = [new / old - 1 for old, new in zip(before.seconds, after.seconds, strict=True)]
+        counts = zip(before.counts, after.counts, y, strict=True)
+        x = [(new - old - own * (old - mean)) / mean for old, new, own in counts]
+        errors = zip(y, before.errors, after.errors, strict=True)
+        variance = [(1 + own) ** 2 * (old**2 + new**2 + drift**2) for own, old, new in errors]
+        return _Told(tuple(x), tuple(y), tuple(variance))
 
-    def point(self, rank: int, machine: float) -> tuple[float, float]:
-        """The ``x`` and ``y`` above, if the machine alone changed all times by this factor."""
-        y, (old, new) = self.factors[rank] / machine - 1, self.counts[rank]
-        return (new - old - y * (old - self.mean)) / self.mean, y
-
-    def machine(self, parts: Sequence[_Part]) -> float:
-        """By which factor the machine changed all times, if these parts of them go with the samples."""
-        left = []
-        for rank, own in enumerate(parts):
-            old, new = ((1 - own.part) * self.mean + own.part * count for count in self.counts[rank])
-            if not math.isnan(factor := self.factors[rank]) and min(old, new) > 0:
-                left.append(factor * old / new)
-        return median(left) if len(left) > _ALONE else 1.0
-
-    def says(self, rank: int, machine: float = 1.0) -> bool:
+    def says(self, rank: int) -> bool:
         """Whether the rank's time did what its samples can cause."""
-        x, y = self.point(rank, machine)
+        x, y = self.x[rank], self.y[rank]
         return min(0.0, x) - _BEYOND <= y <= max(0.0, x) + _BEYOND  # not for NaN
 
     def tells(self, rank: int) -> bool:
         """Whether its samples were clearly more, or fewer."""
-        return self.says(rank) and abs(self.point(rank, 1.0)[0]) >= _CLEAR
+        return abs(self.x[rank]) >= _CLEAR and self.says(rank)
 
 
 @dataclass(frozen=True)
@@ -133,16 +114,15 @@ class _Part:
     told: float
 
     @staticmethod
-    def of(told: Sequence[_Told], machine: Sequence[float], rank: int, usual: float) -> _Part:
+    def of(told: Sequence[_Told], rank: int, usual: float) -> _Part:
         """The mean of what is ``usual`` and of what changes say, weighted by their precision."""
         prior = 1 / _SPREAD**2
         total = precision = 0.0
-        for age, (change, factor) in enumerate(zip(reversed(told), reversed(machine), strict=True)):
-            if change.says(rank, factor):
-                x, y = change.point(rank, factor)
-                weight = 0.5**age / max(1e-12, (1 + y) ** 2 * change.variances[rank])
+        for age, change in enumerate(reversed(told)):
+            if change.says(rank):
+                x, weight = change.x[rank], 0.5**age / max(1e-12, change.variance[rank])
                 precision += weight * x**2
-                total += weight * x * y
+                total += weight * x * change.y[rank]
         part = (prior * usual + total) / (prior + precision)
         return _Part(min(1.0, max(0.0, part)), precision / (prior + precision))
 
