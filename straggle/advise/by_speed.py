@@ -14,6 +14,7 @@ from straggle.policies.deadline import LateHandling, WaitForAll
 
 BY_SAMPLES = ("data", "forward", "backward")  # phases whose time goes with the samples
 _LEAST = 0.05  # of an equal share, that a rank has at least
+_SETTLES = 20  # steps with equal shares at first, at most: they show how slow each rank is
 KEYS = "rebalance=by_speed"
 
 
@@ -26,7 +27,10 @@ class BySpeed:
 
 
 def by_speed(timings: Timings, late_handling: LateHandling | None = None, first: int = 0) -> BySpeed:
-    """If the steps from position ``first`` on had been dealt out by speed; nothing is dropped then."""
+    """If the steps from position ``first`` on had been dealt out by speed; nothing is dropped then.
+
+    The range reaches to what they take if shares are equal at first.
+    """
     recent = timings.select(slice(first, None))
     by_samples_s = sum(recent.phases[phase] for phase in BY_SAMPLES)
     work_s = np.median(by_samples_s, axis=0)
@@ -34,7 +38,9 @@ def by_speed(timings: Timings, late_handling: LateHandling | None = None, first:
     waiting = replay(timings, WaitForAll(), late_handling).since(first)
     alone = Candidate("straggle.DealtLoader(model, loader)", KEYS, WaitForAll)
     dealt = replay(with_shares(timings, shares), WaitForAll(), late_handling).since(first)
-    return BySpeed(tuple(map(float, shares)), gain_of(alone, dealt, [], waiting))
+    begins_s = np.concatenate([waiting.seconds[:_SETTLES], dealt.seconds[_SETTLES:]]).mean()
+    begins = replace(dealt, seconds=dealt.seconds * begins_s / dealt.seconds.mean())
+    return BySpeed(tuple(map(float, shares)), gain_of(alone, dealt, [], waiting, begins=[begins]))
 
 
 def shares_of(work_s: Array, fixed_s: Array) -> Array:

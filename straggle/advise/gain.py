@@ -30,6 +30,7 @@ from straggle.policies.wrappers import DropBudget
 # of a step's time, by which predictions missed what came in recorded jobs, beside noise;
 # steps in which a rank is late may take more, which is not known from steps in which all were waited for
 MISSED, MORE_IF_LATE = 0.12, 0.2
+_MANY, _MANY_STEPS = 4, 200  # times a policy's window, and steps
 _OVER = 1.5  # times its share, at most: a policy that is predicted to drop more does not keep its promise
 WORTH_IT = 1.01  # effective speedup, from which on a policy is recommended
 
@@ -87,7 +88,8 @@ class Gain:
 
     ``speedup`` is effective: gradients per second, divided by those when all ranks are waited for. The values are those
     of the cautious replay (`replay`). The intervals reach from its low end to the high end of the other replay.
-    ``surely`` is the speedup's low end for these steps alone, without the noise of future runs.
+    ``surely`` is the speedup's low end for these steps alone, without the noise of future runs. ``saves``: whether time
+    is saved for sure, once it has settled.
     """
 
     code: str
@@ -96,6 +98,7 @@ class Gain:
     saved: Interval
     dropped: Interval
     speedup: Interval
+    saves: bool
     surely: float
 
 
@@ -170,8 +173,9 @@ def _settling(
         return replay(steps, one.policy, late_handling, cautious=cautious, passes_by=one.passes_by)
 
     at_first = of(timings).since(first)
-    needed = one.policy.window if one.most_dropped < 1 else len(at_first.seconds) if at_first.lag > 1 else 0
-    if not needed:
+    steps, window = len(at_first.seconds), one.policy.window
+    needed = window if one.most_dropped < 1 else steps if at_first.lag > 1 else 0
+    if not needed or steps >= max(_MANY_STEPS, _MANY * window):  # in so many steps, the first ones matter little
         return [at_first]
     recent = timings.select(slice(first, None))
     times = -(-needed // recent.num_steps)
@@ -181,7 +185,7 @@ def _settling(
 
 def best(found: list[Gain]) -> Gain | None:
     """The one to use, with the surest gain; ``None`` if even that may be worth nothing, or may not be measurable."""
-    seen = [gain for gain in found if gain.saved.low > 0 and gain.surely >= WORTH_IT]
+    seen = [gain for gain in found if gain.saves and gain.surely >= WORTH_IT]
     return max(seen, key=lambda gain: gain.surely, default=None)
 
 
@@ -272,24 +276,34 @@ def _by_stage(part: torch.Tensor, share: torch.Tensor, stages: int) -> torch.Ten
 
 
 def gain_of(
-    candidate: Candidate, cautious: Replayed, others: Sequence[Replayed], waiting: Replayed, more: float = MISSED
+    candidate: Candidate,
+    cautious: Replayed,
+    others: Sequence[Replayed],
+    waiting: Replayed,
+    *,
+    begins: Sequence[Replayed] = (),
+    more: float = MISSED,
 ) -> Gain:
     """What a candidate gains over ``waiting``, by replays of it: the values are the first one's.
 
-    ``more``: the share of its time that a step may take beyond that.
+    ``begins``: how it begins, which ranges reach to, and which makes it no less sure. ``more``: the share of its time
+    that a step may take beyond that.
     """
 
     def speedup(kept: Array, own_s: Array, all_s: Array) -> Array:
         return kept * all_s / own_s
 
-    def between(statistic: Callable[..., Array]) -> Interval:
-        found = [
-            prediction_interval(statistic, 1 - own.dropped, own.seconds, waiting.seconds) for own in (cautious, *others)
-        ]
+    def between(
+        statistic: Callable[..., Array], replays: Sequence[Replayed] = (cautious, *others, *begins)
+    ) -> Interval:
+        found = [prediction_interval(statistic, 1 - own.dropped, own.seconds, waiting.seconds) for own in replays]
         return reduce(span, found)
 
+    def step_time(_: Array, own_s: Array, all_s: Array) -> Array:
+        return own_s / all_s
+
     # the step's time over that of waiting, and the gradients per second, with what predictions miss
-    step, faster = between(lambda _, own_s, all_s: own_s / all_s), between(speedup)
+    step, faster = between(step_time), between(speedup)
     saved = Interval(1 - step.value, 1 - step.high * (1 + more), 1 - step.low * (1 - MISSED))
 
     dropped = between(lambda kept, *_: 1 - kept)
@@ -300,5 +314,6 @@ def gain_of(
         saved=saved,
         dropped=replace(dropped, low=max(0.0, dropped.low)),
         speedup=replace(faster, low=faster.low / (1 + more), high=faster.high / (1 - MISSED)),
+        saves=between(step_time, (cautious, *others)).high * (1 + more) < 1,
         surely=steps_interval(speedup, 1 - cautious.dropped, cautious.seconds, waiting.seconds).low,
     )

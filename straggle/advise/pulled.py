@@ -36,7 +36,7 @@ class Pulled:
     @property
     def is_worth_it(self) -> bool:
         """Whether that is sure to gain, and would show in a comparison."""
-        return self.gain.saved.low > 0 and self.gain.surely >= WORTH_IT
+        return self.gain.saves and self.gain.surely >= WORTH_IT
 
 
 def best_pulled(

@@ -28,7 +28,7 @@ class Choice:
     @property
     def is_sure(self) -> bool:
         """Whether it is sure to gain, and would show in a comparison."""
-        return self.gain.saved.low > 0 and self.gain.surely >= WORTH_IT
+        return self.gain.saves and self.gain.surely >= WORTH_IT
 
 
 @dataclass(frozen=True)

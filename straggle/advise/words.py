@@ -187,11 +187,11 @@ def _to_paste(one: Gain, timings: Timings) -> str:
     late = "" if loader is None else "\n  loader = straggle.LateLoader(model, loader)"
     return (
         f"To use it, in place of {wrapper}, and `with {step}:` around the passes of each step:\n"
-        "  import straggle\n"
-        f"  model = straggle.StagedDataParallel(model, deadline={code}){late}\n"
+        f"  import straggle\n  deadline = {code}\n"
+        f"  model = straggle.StagedDataParallel(model, deadline=deadline){late}\n"
         "To see before that, on the real cluster, what it would do without doing it:\n"
-        "  import straggle\n"
-        f"  model = straggle.StagedDataParallel(model, deadline=straggle.Shadow({code}))"
+        f"  import straggle\n  deadline = {code}\n"
+        "  model = straggle.StagedDataParallel(model, deadline=straggle.Shadow(deadline))"
     )
 
 

@@ -267,6 +267,34 @@ def test_rank_that_was_stuck_for_several_steps_counts_once(tmp_path):
     assert found.ranks[0].steady == pytest.approx(3 / 54, abs=0.01)
 
 
+def test_rank_that_misses_most_steps_is_always_slow_and_nothing_says_otherwise(tmp_path):
+    """What it took for eight steps is all in the first of them."""
+    stuck = {"stood_in": True, "late": True, "cause": "data", "reach": 0.0, "compute_s": float("nan")}
+    stuck |= {"stages": (0.0,) * NUM_STAGES, "stage_s": (float("nan"),) * NUM_STAGES, "backward_s": 0.0, "data_s": 0.8}
+    with TraceWriter(tmp_path / "trace.jsonl") as trace:
+        for step in range(80):
+            ranks = [a_rank(rank, 1.0, 9.0) for rank in range(4)]
+            if step % 8:
+                ranks[1] = dataclasses.replace(ranks[1], **stuck)
+            trace.write(StepReport(step, 0.81, 1.0, tuple(ranks), STAGES))
+    found = answer(tmp_path)
+    (one,) = found.slowness.ranks
+    assert (one.rank, one.since, one.until, one.named[0]) == (1, None, None, "data")
+    assert one.steady > 0.8
+    said = str(found)
+    assert "Rank 1 is always slow, from the first step on" in said
+    for other in ("at times", "sometimes", "persistently", "change nothing, and wait"):
+        assert other not in said
+
+
+def test_run_whose_deadline_saved_time_is_not_told_to_wait_for_all(tmp_path):
+    found = answer(write_trace(tmp_path, 0.9))
+    own = [one for one in found.sentences if "less time" in one]
+    assert own
+    assert found.verdict.kind != "nothing"
+    assert "change nothing, and wait" not in str(found)
+
+
 # -- the command
 
 

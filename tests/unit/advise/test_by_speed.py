@@ -56,7 +56,7 @@ def test_advice_for_a_rank_that_is_always_slow_says_what_it_is_worth(tmp_path):
 
 
 def test_rank_that_sometimes_stalls_is_not_to_have_less(tmp_path):
-    said = answer(write_watch(tmp_path, extra=when(2, range(15, 1000, 20), data=1.0)))
+    said = answer(write_watch(tmp_path, steps=70, extra=when(2, range(15, 1000, 20), data=1.0)))
     assert said.by_speed is None
     assert "deal the samples out" not in str(said)
 
@@ -64,7 +64,7 @@ def test_rank_that_sometimes_stalls_is_not_to_have_less(tmp_path):
 def test_rank_that_is_a_little_slow_beside_one_that_stalls_is_not_the_one_whose_gradients_are_dropped(tmp_path):
     a_little = when(0, range(1000), forward=0.02)
     stalls = when(3, [step for step in range(1000) if step % 5 < 2], forward=0.5)
-    found = answer(write_watch(tmp_path, extra=lambda rank, step: a_little(rank, step) | stalls(rank, step)))
+    found = answer(write_watch(tmp_path, steps=70, extra=lambda rank, step: a_little(rank, step) | stalls(rank, step)))
     assert "Rank 3 is slow at times" in str(found)
     assert "Rank 0 is always slow" in str(found)
     assert found.verdict.kind == "deadline"

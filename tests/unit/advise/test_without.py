@@ -55,7 +55,7 @@ def test_rank_that_goes_through_its_loop_for_each_missed_step_sets_the_pace_when
 
 
 def test_rank_that_loads_slowly_does_not_set_the_pace_if_it_passes_missed_batches_by(tmp_path):
-    timings = read_timings(write_watch(tmp_path, extra=when(1, range(1000), data=0.4), noise=0.0))
+    timings = read_timings(write_watch(tmp_path, steps=60, extra=when(1, range(1000), data=0.4), noise=0.0))
     plain, passing = (replay(timings, FirstK(3), passes_by=flag) for flag in (False, True))
     assert plain.seconds[-40:].mean() > 0.39
     assert passing.seconds[-40:].mean() < 0.15
@@ -66,12 +66,12 @@ def test_rank_that_loads_slowly_does_not_set_the_pace_if_it_passes_missed_batche
 
 
 def test_slow_loading_is_answered_with_a_loader_that_passes_missed_batches_by(tmp_path):
-    said = str(answer(write_watch(tmp_path, extra=when(1, range(1000), data=0.4))))
+    said = str(answer(write_watch(tmp_path, steps=30, extra=when(1, range(1000), data=0.4))))
     assert "FirstK(3), LateLoader" in said
     assert "AutoDeadline(), LateLoader" in said
 
 
-@pytest.mark.parametrize("steps", [30, 120, 300])
+@pytest.mark.parametrize("steps", [30, 120])
 def test_budget_drops_no_more_than_it_promises_whatever_was_recorded(steps, tmp_path):
     timings = read_timings(write_watch(tmp_path, steps=steps, extra=when(1, range(1000), backward=0.4)))
     (budget,) = [gain for gain in gains(timings) if "DropBudget" in gain.code]
