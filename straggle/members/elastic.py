@@ -297,10 +297,18 @@ class ElasticChannel(Channel):
             if self.membership.view.generation > view.generation:
                 raise GroupsChanged
 
-    def wait(self, work: dist.Work, step: int, what: str, give_up_s: float | None = None, epoch: int = 0) -> None:
+    def wait(
+        self,
+        work: dist.Work,
+        step: int,
+        what: str,
+        give_up_s: float | None = None,
+        epoch: int = 0,
+        key: str = "",
+    ) -> None:
         """Wait for a collective as the base class does. Raises `GroupsChanged` if the members change."""
         until = math.inf if give_up_s is None else time.monotonic() + give_up_s
-        broke, long_wait = False, LongWait(self, str(step), what)
+        broke, long_wait = False, LongWait(self, key or str(step), what)
         while self.epoch == epoch:
             if self.ended is not None:
                 raise self.ended

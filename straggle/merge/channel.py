@@ -274,7 +274,7 @@ class Channel:
         waited: Any = Polled(work) if queued else work
         self._num_between += 1
         key, step = f"before {self._num_between}", self._progress.merged + 1
-        self._wait_at(key, waited, step, self._before_step(what))
+        self.wait(waited, step, self._before_step(what), key=key)
 
     def _before_step(self, what: str) -> str:
         return f"rank {self.name}, before step {self._progress.merged + 1}, {what}"
@@ -358,20 +358,26 @@ class Channel:
         except StoreUnreachable as error:
             _log.warning("%s; the peers cannot learn more than that it failed: %s", message, error)
 
-    def wait(self, work: dist.Work, step: int, what: str, give_up_s: float | None = None, epoch: int = 0) -> None:  # noqa: ARG002
+    def wait(
+        self,
+        work: dist.Work,
+        step: int,
+        what: str,
+        give_up_s: float | None = None,
+        epoch: int = 0,  # noqa: ARG002
+        key: str = "",
+    ) -> None:
         """Wait for a collective of gloo in ``step``; raises `PeerFailed` if one failed or is given up (`Patience`).
 
         ``epoch``: the value of `epoch` when the collective was launched. ``give_up_s``: wait no longer, for whomever.
+        ``key``: the name of this wait among the ranks, if it is not that for the step.
 
         A long wait is logged now and then, with the awaited ranks and what they are doing. The store is asked only for
         that and whether a peer has ended, for at most half a second.
         """
-        self._wait_at(str(step), work, step, what, math.inf if give_up_s is None else give_up_s)
-
-    def _wait_at(self, key: str, work: dist.Work, step: int, what: str, limit_s: float = math.inf) -> None:
-        until, long_wait = time.monotonic() + limit_s, None
+        until, long_wait = math.inf if give_up_s is None else time.monotonic() + give_up_s, None
         while not self._ended(work, what, max(0.0, min(_SLICE_S, self.give_up_s / 2, until - time.monotonic()))):
-            long_wait = long_wait or LongWait(self, key, what)
+            long_wait = long_wait or LongWait(self, key or str(step), what)
             if time.monotonic() >= until or self._is_in_vain(step):
                 raise self._lost(what)
             self.store.look()
