@@ -16,6 +16,7 @@ usage() {
 ./launch.sh test [pytest options]     run the tests that this machine can run, in parallel; or those of a folder or file
 ./launch.sh test fast [options]       the inner loop: tests of one process and light ones of ranks, about a minute
 ./launch.sh test coverage [options]   tests of one process and of ranks, and the lines and branches that they run
+./launch.sh test times [FILE]         what the tests of the last complete run took, or of one whose junit XML is FILE
 ./launch.sh COMMAND --help            the keys and their values
 
 Environment
@@ -174,7 +175,13 @@ run() {
 # run_tests [fast|coverage] [pytest options]: of pytest's options the last counts, so -n0 runs all in one process
 run_tests() {
   local word cores files light level=${1:-} parallel=yes
-  case $level in fast | coverage) shift ;; esac
+  case $level in
+    fast | coverage) shift ;;
+    times)
+      shift
+      cd "$here" && exec "$venv/bin/python" tests/support/times.py "$@"
+      ;;
+  esac
   for word in "$@"; do
     case $word in *.py | *.py::*) parallel= ;; esac # one file runs in one process
   done
@@ -190,7 +197,7 @@ run_tests() {
     coverage) set -- tests/unit tests/ranks --cov --cov-report=term:skip-covered "$@" ;;
   esac
   if [ "$parallel" ]; then
-    set -- --numprocesses $((files < 8 ? files : 8)) --dist loadfile --no-loadscope-reorder "$@"
+    set -- --numprocesses $((files < 8 ? files : 8)) --dist loadfile --no-loadscope-reorder --junitxml .pytest_cache/junit.xml "$@"
   fi
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
   export PYTHONDONTWRITEBYTECODE= # else each of some two hundred processes compiles the package again, a second of CPU

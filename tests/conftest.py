@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cpu_time import slowness, used_s
+from times import FIXTURE
 
 TESTS = Path(__file__).parent
 LEVELS = ("unit", "ranks", "commands", "cluster", "docs")
 PROCESSES = ("ranks", "commands", "cluster")  # a busy machine may starve one: tried a second time, and listed
 _SHOWN = 4000  # characters of a failure that was tried again; its end says what was wrong
+_FIXTURE_S = 0.05  # a shorter setup is not listed
 LIMIT_S = 5.0  # of a nominal core's CPU
 
 # each connection of a TCPStore asks a name server who 127.0.0.1 is, and an answer that is lost would cost 5 s
@@ -59,6 +62,15 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
             "tests), or mark it slow",
             pytrace=False,
         )
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest) -> Iterator[None]:
+    begin = time.monotonic()
+    result = yield
+    if (seconds := time.monotonic() - begin) >= _FIXTURE_S:
+        request._pyfuncitem.user_properties.append((f"{FIXTURE}{fixturedef.argname}", round(seconds, 2)))
     return result
 
 
