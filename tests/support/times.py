@@ -1,7 +1,7 @@
 """What the tests take, from the junit XML that each run of ``./launch.sh test`` leaves: ``./launch.sh test times``.
 
-A test's seconds of CPU are those of its call, with the ranks and subprocesses that it starts; its seconds are a clock's,
-with its fixtures. A fixture's seconds are those of all its setups.
+A test's seconds of CPU are those of its call, with all processes that it starts; its seconds are a clock's, with its
+fixtures. A fixture's seconds are those of all its setups.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def table(tests: Sequence[Took]) -> Iterator[str]:
     """Lines: by folder, the slowest fixtures, and the slowest tests."""
     cpu, seconds, number = Counter[str](), Counter[str](), Counter[str]()
     for test in tests:
-        for folder in (".".join(test.path.split(".")[:2]), "all"):
+        for folder in ("all", ".".join(test.path.split(".")[:2])):
             cpu[folder] += test.cpu_s  # type: ignore[assignment]
             seconds[folder] += test.seconds  # type: ignore[assignment]
             number[folder] += 1

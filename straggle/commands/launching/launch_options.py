@@ -204,9 +204,9 @@ def _endpoint(text: str) -> StoreAddress:
 
 
 def port_number(text: str) -> int:
-    """A port that others can be told of: 1 to 65535."""
-    if not text.isdigit() or not 0 < int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text}: must be a port, 1 to 65535")
+    """A port; 0 is any that is free."""
+    if not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text}: must be a port, 1 to 65535, or 0 for any that is free")
     return int(text)
 
 
