@@ -1,5 +1,7 @@
 """What a job would be worth without slow ranks, and what a rank costs that goes through its loop for missed steps."""
 
+import json
+
 import numpy as np
 import pytest
 from watched import NETWORK_S, USUAL, when, write_watch
@@ -44,6 +46,17 @@ def test_rank_that_is_slow_outside_of_its_passes_is_left_out_and_has_no_fewer_sa
     assert "between backward and the optimizer's step" in said
     assert "so to have fewer of them is no help" in said
     assert "DealtLoader" not in said
+
+
+def test_waiting_in_collectives_of_the_loops_own_is_told_and_is_no_ranks_work(tmp_path):
+    folder = write_watch(tmp_path, steps=40, extra=when(1, range(1000), backward=0.1)) / "watch"
+    for rank, file in enumerate(sorted(folder.iterdir())):
+        head, *lines = map(json.loads, file.read_text().splitlines())
+        lines = [line | {"collective_s": 0.1 * (rank != 1)} for line in lines]
+        file.write_text("".join(json.dumps(line) + "\n" for line in [head, *lines]))
+    found = answer(tmp_path)
+    assert [(one.rank, one.named) for one in found.slowness.ranks] == [(1, ("backward",))]
+    assert "ranks wait in collectives of the loop's own, where a deadline does not help" in " ".join(str(found).split())
 
 
 def test_rank_that_goes_through_its_loop_for_each_missed_step_sets_the_pace_when_it_may_miss_no_more(fixed):
