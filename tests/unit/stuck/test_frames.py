@@ -31,6 +31,8 @@ BARRIER = Frame(f"{TORCH}/distributed/distributed_c10d.py", 5000, "barrier")
 PRIVATE = Frame(f"{TORCH}/distributed/distributed_c10d.py", 80, "_wait")
 LOGGER = Frame(f"{TORCH}/distributed/c10d_logger.py", 83, "wrapper")
 MERGE, LAB = Frame(f"{STRAGGLE}/merge/channel.py", 3, "wait"), Frame(f"{STRAGGLE}/lab/faults.py", 5, "stall")
+CALL, BRACKET = (Frame(f"{STRAGGLE}/backward/loop_hooks.py", 9, name) for name in ("_call", "bracketed"))
+TIMES = Frame(f"{STRAGGLE}/loop/stopwatch.py", 3, "load")
 TYPED = Frame("<stdin>", 1, "<module>")
 FROZEN = Frame("<frozen runpy>", 88, "_run_code")
 
@@ -48,6 +50,10 @@ FROZEN = Frame("<frozen runpy>", 88, "_run_code")
         ([PRIVATE, BARRIER, LOGGER, USER], Place(USER, PRIVATE, "collective", "barrier")),
         ([BARRIER, MERGE, USER], Place(USER, BARRIER, "inside")),
         ([SELECT, LAB, MERGE], Place(LAB, SELECT)),
+        ([SELECT, LOADER, TIMES, CALL, BRACKET, USER], Place(USER, LOADER)),  # a call that is timed for the user's code
+        ([PRIVATE, TIMES, CALL, BRACKET, BARRIER, LOGGER, USER], Place(USER, PRIVATE, "collective", "barrier")),
+        ([TIMES, CALL, BRACKET, USER], Place(USER, USER)),
+        ([SELECT, LOADER, CALL, BRACKET, MERGE, USER], Place(USER, LOADER, "inside")),
         ([MERGE, LAB], Place(LAB, MERGE, "inside")),
         ([SELECT, FROZEN], Place(SELECT, SELECT)),
         ([SELECT, TYPED, LAB], Place(TYPED, SELECT)),
