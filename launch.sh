@@ -107,6 +107,12 @@ launch_options() {
   fi
 }
 
+# must_be WHAT NAME PATTERN: end with a sentence if the variable is set, and is something else
+must_be() {
+  local value=${!2:-}
+  if [ -n "$value" ] && ! [[ $value =~ ^($3)$ ]]; then echo "$2=$value: give $1" >&2 && exit 2; fi
+}
+
 # torchrun that Ctrl-C ends in order; SIGINT is blocked before torch is loaded, and by that in all workers
 at_terminal='import signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 from straggle.commands.launching.at_terminal import main; raise SystemExit(main(sys.argv[1:]))'
@@ -131,15 +137,17 @@ run() {
   local name=$1 workers cores where nodes ranks='' word folder='' preload='' shards=''
   shift
   install train
+  must_be "the number of workers on this machine, 1 or more" PET_NPROC_PER_NODE "[1-9][0-9]*|auto|cpu|gpu"
   from_torchruns_variables
+  must_be "the number of nodes, or a range such as 1:4" NNODES "[1-9][0-9]*(:[1-9][0-9]*)?"
+  must_be "this node's number, 0 to NNODES - 1" NODE_RANK "[0-9]+"
+  must_be "a port, 1 to 65535" MASTER_PORT "[1-9][0-9]{0,4}"
+  must_be "HOST:PORT, such as node0:29500" RDZV_ENDPOINT "[^/ ]+:[0-9]+"
+  must_be "the number of workers on this machine, 1 or more" WORKERS "[1-9][0-9]*|auto|cpu|gpu"
   nodes=${NNODES:-1}
   case " $* " in *" --"* | *" -h "*) exec "$venv/bin/python" -m straggle "$name" "$@" ;; esac
   workers=$( (nvidia-smi --list-gpus 2>/dev/null || true) | grep -c . || true)
   workers=${WORKERS:-$((workers > 0 ? workers : 4))}
-  case $workers in
-    auto | cpu | gpu) ;; # torchrun counts
-    '' | *[!0-9]* | 0) echo "WORKERS=$workers: give the number of workers on this machine, 1 or more" >&2 && exit 2 ;;
-  esac
   if [ -n "${SLURM_STEP_ID:-}" ] && [ -z "${NNODES:-}" ]; then nodes=${SLURM_NNODES:-1}; fi
   case $workers$nodes in *[!0-9]*) ;; *) ranks=$((workers * nodes)) ;; esac # not known where torchrun finds them
   echo "$name with $workers workers: they load torch, and then connect" >&2

@@ -265,12 +265,27 @@ def test_each_command_for_several_machines_starts_torchrun_as_one_that_trains_on
         assert expected in " ".join(printed.split())
 
 
-@pytest.mark.parametrize("workers", ["abc", "0", "-1", "2.5"])
-def test_launch_refuses_a_number_of_workers_that_is_none(workers: str, tmp_path: Path) -> None:
-    with pytest.raises(subprocess.CalledProcessError) as refused:
-        launch_of(tmp_path, "steps=2", WORKERS=workers)
-    assert refused.value.returncode == 2
-    assert f"WORKERS={workers}: give the number of workers on this machine" in refused.value.stderr
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("WORKERS", ("abc", "0", "-1", "2.5"), "give the number of workers on this machine, 1 or more"),
+        ("PET_NPROC_PER_NODE", ("two", "0"), "give the number of workers on this machine, 1 or more"),
+        ("PET_NNODES", ("two", "0", "1:", "1:2:3"), "give the number of nodes, or a range such as 1:4"),
+        ("NNODES", ("-2",), "give the number of nodes, or a range such as 1:4"),
+        ("NODE_RANK", ("first", "-1"), "give this node's number, 0 to NNODES - 1"),
+        ("MASTER_PORT", ("http", "0", "123456"), "give a port, 1 to 65535"),
+        ("RDZV_ENDPOINT", ("node0", "http://node0:29500", "node0:"), "give HOST:PORT, such as node0:29500"),
+    ],
+)
+def test_launch_refuses_a_variable_with_a_sentence(
+    name: str, values: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    for value in values:
+        with pytest.raises(subprocess.CalledProcessError) as refused:
+            launch_of(tmp_path, "steps=2", **{name: value})
+        assert refused.value.returncode == 2
+        assert refused.value.stderr.endswith((f"{name}={value}: {message}\n", f"{name[4:]}={value}: {message}\n"))
+    assert launch_of(tmp_path, "steps=2", **{name: ""})  # empty is as not given
 
 
 def test_what_is_installed_with_the_extra_dev_is_not_installed_again(tmp_path: Path) -> None:
