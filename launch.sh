@@ -6,7 +6,7 @@ venv=$here/.venv
 
 usage() {
   cat <<'HELP'
-./launch.sh [key=value ...]           train: 4 workers, one of them slow, on real text (about a minute)
+./launch.sh [key=value ...]           train: 4 workers, one always slow, one at times, on real text (a minute)
 ./launch.sh members=elastic faults=kill  one of them is killed; the others go on, and it comes back
 ./launch.sh parallel=sharded          the workers are two replicas of two shards; one is slow, so its replica is late;
                                       with members=elastic faults=kill one is killed, and its replica comes back
