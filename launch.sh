@@ -8,7 +8,7 @@ usage() {
   cat <<'HELP'
 ./launch.sh [key=value ...]           train: 4 workers, one always slow, one at times, on real text (a minute)
 ./launch.sh members=elastic faults=kill  one of them is killed; the others go on, and it comes back
-./launch.sh parallel=sharded          the workers are two replicas of two shards; one is slow, so its replica is late;
+./launch.sh parallel=sharded          the workers are two replicas of two shards; one is always slow, so its replica is late;
                                       with members=elastic faults=kill one is killed, and its replica comes back
 ./launch.sh compare [key=value ...]   the same job under DDP and straggle, or other methods=[...], in turns
 ./launch.sh simulate [key=value ...]  many ranks under a deadline, without a cluster
