@@ -203,6 +203,8 @@ class Membership:
         for rank, why in down(store, self._ranks_of(range(self.world_size))).items():
             gone[rank // self.inside.size] = why
         if self.world_size - len(gone) < self.least:
+            if (told := over(store)) is not None:  # which a launcher says first
+                raise PeerFailed(f"{self._own}, before step 0: the job is over: {told}")
             why = f"{'; '.join(gone.values())}, and too few ranks are left without it (Elastic.min_ranks)"
             post_over(store, why)
             raise PeerFailed(f"{self._own}, before step 0: {why}")
