@@ -150,9 +150,9 @@ run() {
   workers=${WORKERS:-$((workers > 0 ? workers : 4))}
   if [ -n "${SLURM_STEP_ID:-}" ] && [ -z "${NNODES:-}" ]; then nodes=${SLURM_NNODES:-1}; fi
   case $workers$nodes in *[!0-9]*) ;; *) ranks=$((workers * nodes)) ;; esac # not known where torchrun finds them
+  trap 'echo "stopped before it began" >&2; exit 130' INT # after the check, which Ctrl-C does not reach
   echo "$name with $workers workers: they load torch, and then connect" >&2
   say_until_a_step
-  trap 'echo "stopped before it began" >&2; exit 130' INT # after the check, which Ctrl-C does not reach
   (trap '' INT && WORLD_SIZE=$ranks exec "$venv/bin/python" -m straggle check "$name" "$@")
   cores=$(getconf _NPROCESSORS_ONLN)
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > workers ? cores / workers : 1))}
