@@ -113,26 +113,12 @@ must_be() {
   if [ -n "$value" ] && ! [[ $value =~ ^($3)$ ]]; then echo "$2=$value: give $1" >&2 && exit 2; fi
 }
 
-# torchrun that Ctrl-C ends in order; SIGINT is blocked before torch is loaded, and by that in all workers
+# checks the keys and starts the workers, so that Ctrl-C ends them in order: SIGINT is blocked before torch is loaded
 at_terminal='import signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+sys.stderr.write(f"{sys.argv[4]} with {sys.argv[1]} workers: they load torch, and then connect\n"); sys.stderr.flush()
 from straggle.commands.launching.at_terminal import main; raise SystemExit(main(sys.argv[1:]))'
 
-# say_until_a_step: a line every ten seconds, until a worker has made a step; it ends with this process, which holds its pipe
-say_until_a_step() {
-  STRAGGLE_SIGNS=$(mktemp -d)
-  export STRAGGLE_SIGNS
-  exec 9> >(
-    trap '' INT
-    seconds=0
-    while read -r -t 1 || [ $? -gt 128 ]; do # a second is over; 1: the pipe is closed
-      seconds=$((seconds + 1))
-      [ -e "$STRAGGLE_SIGNS/stepped" ] || [ $((seconds % 10)) != 0 ] || echo "no step yet after $seconds s"
-    done >&2
-    rm -rf "$STRAGGLE_SIGNS"
-  )
-}
-
-# run MODULE key=value ...: check the configuration once, then start the workers
+# run MODULE key=value ...: check the configuration once, and start the workers
 run() {
   local name=$1 workers cores where nodes ranks='' word folder='' preload='' shards=''
   shift
@@ -143,17 +129,13 @@ run() {
   must_be "this node's number, 0 to NNODES - 1" NODE_RANK "[0-9]+"
   must_be "a port, 1 to 65535" MASTER_PORT "[1-9][0-9]{0,4}"
   must_be "HOST:PORT, such as node0:29500" RDZV_ENDPOINT "[^/ ]+:[0-9]+"
-  must_be "the number of workers on this machine, 1 or more" WORKERS "[1-9][0-9]*|auto|cpu|gpu"
+  must_be "the number of workers on this machine, 1 or more" WORKERS "[1-9][0-9]*"
   nodes=${NNODES:-1}
   case " $* " in *" --"* | *" -h "*) exec "$venv/bin/python" -m straggle "$name" "$@" ;; esac
   workers=$( (nvidia-smi --list-gpus 2>/dev/null || true) | grep -c . || true)
   workers=${WORKERS:-$((workers > 0 ? workers : 4))}
   if [ -n "${SLURM_STEP_ID:-}" ] && [ -z "${NNODES:-}" ]; then nodes=${SLURM_NNODES:-1}; fi
   case $workers$nodes in *[!0-9]*) ;; *) ranks=$((workers * nodes)) ;; esac # not known where torchrun finds them
-  trap 'echo "stopped before it began" >&2; exit 130' INT # after the check, which Ctrl-C does not reach
-  echo "$name with $workers workers: they load torch, and then connect" >&2
-  say_until_a_step
-  (trap '' INT && WORLD_SIZE=$ranks exec "$venv/bin/python" -m straggle check "$name" "$@")
   cores=$(getconf _NPROCESSORS_ONLN)
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > workers ? cores / workers : 1))}
   where=$(rendezvous)
@@ -172,12 +154,14 @@ run() {
       done
       if [ "$(uname)" = Linux ]; then preload=straggle.commands.$name; fi
       # shellcheck disable=SC2046,SC2086
-      exec "$venv/bin/python" -m straggle launch $(launch_options $where) --nproc-per-node "$workers" \
+      exec "$venv/bin/python" -c "$at_terminal" "$workers" "$ranks" $# "$name" "$@" \
+        launch $(launch_options $where) --nproc-per-node "$workers" \
         ${shards:+--replica-size "$shards"} ${folder:+--run-dir "$folder"} ${preload:+--preload "$preload"} -m straggle "$name" "$@"
       ;;
   esac
   # shellcheck disable=SC2086  # several arguments on purpose
-  exec "$venv/bin/python" -c "$at_terminal" $where --nproc-per-node "$workers" -m straggle "$name" "$@"
+  exec "$venv/bin/python" -c "$at_terminal" "$workers" "$ranks" $# "$name" "$@" \
+    torchrun $where --nproc-per-node "$workers" -m straggle "$name" "$@"
 }
 
 # run_tests [fast|coverage] [pytest options]: of pytest's options the last counts, so -n0 runs all in one process

@@ -203,16 +203,27 @@ def test_what_too_few_ranks_are_there_for_is_refused_once_their_number_is_known(
         load(name, keys)
 
 
+# started with -c it checks, and starts torchrun or the launcher; here it says how
+PYTHON = """#!/bin/sh
+if [ "$1" != -c ]; then echo python "${WORLD_SIZE:-none}" "$@" && exit; fi
+ranks=$4 count=$5 name=$6
+shift 6
+echo python "${ranks:-none}" -m straggle check "$name" "$@"
+shift "$count"
+by=$1
+shift
+case $by in torchrun) echo torchrun none "$@" ;; *) echo python none -m straggle "$by" "$@" ;; esac
+"""
+
+
 def launch_of(folder: Path, *words: str, **environment: str) -> str:
     """What launch.sh would start: its programs print their command lines."""
     for part in (".venv/bin", "conf/parallel"):
         (folder / part).mkdir(parents=True, exist_ok=True)
     for name in ("pyproject.toml", "constraints.txt", "launch.sh", "conf/train.yaml", "conf/parallel/sharded.yaml"):
         (folder / name).write_bytes((ROOT / name).read_bytes())
-    python = folder / ".venv" / "bin" / "python"  # started with -c it is torchrun, which Ctrl-C ends in order
-    python.write_text(
-        '#!/bin/sh\nname=python\n[ "$1" = -c ] && name=torchrun && shift 2\necho $name "${WORLD_SIZE:-none}" "$@"\n'
-    )
+    python = folder / ".venv" / "bin" / "python"
+    python.write_text(PYTHON)
     python.chmod(0o755)
     (folder / "launch.sh").chmod(0o755)
     plain = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "RDZV", "NNODES", "PET_"))}

@@ -171,14 +171,28 @@ def launch_script(folder, *keys):
     command = [str(ROOT / "launch.sh"), *KEYS, *keys, "run_dir=run"]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
-            command, cwd=folder, env={**ENVIRONMENT, "WORKERS": "2"}, stdout=log, stderr=log, start_new_session=True
+            command,
+            cwd=folder,
+            env={**ENVIRONMENT, "WORKERS": "2"},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=listen_to_ctrl_c,
         )
     try:
         yield process, folder / "log"
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.terminate()  # torchrun ends its workers, which are in sessions of their own
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def listen_to_ctrl_c():
+    """Tests that run in the background of a shell ignore SIGINT, and so would all that they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def ctrl_c(process):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 SIGNS = "STRAGGLE_SIGNS"  # the folder, in the workers' environment
 END = "end"  # made by the launcher: end after this step
-_STEPPED = "stepped"  # made by a worker: it has made a first step
+STEPPED = "stepped"  # made by a worker: it has made a first step
 
 
 def end_file() -> Path | None:
@@ -24,6 +24,6 @@ def asked_at_terminal() -> bool:
 
 def first_step_is_made() -> None:
     """Let the terminal know, which says until then that there is none yet."""
-    if (folder := os.environ.get(SIGNS)) and not os.path.exists(os.path.join(folder, _STEPPED)):
+    if (folder := os.environ.get(SIGNS)) and not os.path.exists(os.path.join(folder, STEPPED)):
         with contextlib.suppress(OSError):
-            Path(folder, _STEPPED).touch()
+            Path(folder, STEPPED).touch()
