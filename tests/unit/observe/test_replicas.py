@@ -113,7 +113,7 @@ def test_summary_has_the_ranks_that_made_a_replica_late() -> None:
 
 
 def test_table_at_the_end_names_the_replica_and_its_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    job: Any = SimpleNamespace(samples_per_step=8, ranks_per_replica=2)
+    job: Any = SimpleNamespace(samples_per_step=8, ranks_per_replica=2, rebalance=None)
     finish(job, tmp_path, a_run(), {"loss": 1.0}, ["same"])
     out = " ".join(capsys.readouterr().out.split())
     assert f"(replica 1 {MADE_LATE}: 80.4%)" in out
