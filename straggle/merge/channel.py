@@ -178,7 +178,7 @@ class Channel:
         try:
             store = dist.PrefixStore(corner, server)  # type: ignore[attr-defined]
             group = gloo_group(store, self.rank, self.world_size, self.give_up_s, at_a_time=number)
-            group.set_timeout(timedelta(seconds=self.patience.outside_s + _MORE_S))
+            group._set_default_timeout(timedelta(seconds=self.patience.outside_s + _MORE_S))
             self._gloo_groups.append(group)
             return GlooCollectives(group)
         finally:

@@ -150,7 +150,7 @@ class GlooGroup(GlooCollectives):
 
     def __init__(self, store: Any, place: int, size: int, form_s: float, limit_s: float) -> None:
         super().__init__(gloo_group(store, place, size, form_s))
-        self._group.set_timeout(timedelta(seconds=limit_s))
+        self._group._set_default_timeout(timedelta(seconds=limit_s))
         self._works: set[dist.Work] = set()  # any thread may launch one
         self._finalizer = weakref.finalize(self, _set_aside, self._group, self._works)
 
