@@ -46,7 +46,7 @@ def why_not_all(ranks: Sequence[int], own: int, limit_s: float) -> str:
     """
     _num_wrapped[of_ranks := tuple(ranks)] += 1
     digest = hashlib.sha1(str(of_ranks).encode()).hexdigest()
-    store = PrefixStore(f"straggle/come/{digest}/{_num_wrapped[of_ranks]}", default_store())
+    store = PrefixStore(f"straggle/come/{digest}/{_start()}{_num_wrapped[of_ranks]}", default_store())
     if len(ranks) == dist.get_world_size():
         post_needs_all(store)
     store.set(str(own), "")
@@ -67,6 +67,11 @@ def why_not_all(ranks: Sequence[int], own: int, limit_s: float) -> str:
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_S)
     return ""
+
+
+def _start() -> str:
+    """Under `straggle launch`, whose store outlives a process: that an earlier one of this rank has come is no word."""
+    return f"start {own_start()}/" if "STRAGGLE_ELASTIC" in os.environ else ""
 
 
 def own_start() -> int:

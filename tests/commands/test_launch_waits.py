@@ -72,6 +72,19 @@ def test_rank_that_needs_one_that_is_done_or_down_ends_at_once_and_says_so(
     assert not (tmp_path / "done.0.0").exists()
 
 
+def test_rank_that_is_started_again_before_its_peer_has_ended_does_not_take_its_own_first_coming_for_the_peers(
+    tmp_path: Path,
+) -> None:
+    slowly = "import gc, time; del model; dist.destroy_process_group(); gc.collect(); time.sleep(2); sys.exit(0)"
+    body = job("in its loop", None).replace("step == 4:\n        sys.exit(0)", f"step == 4:\n        {slowly}")
+    options = [*WAYS, "--nproc-per-node=2", "--max-restarts=1"]
+    with launched(tmp_path, body, *options, GLOO_SOCKET_IFNAME="lo") as started:
+        assert started.status() == 1  # it waited for a message of the peer, for 1,800 s
+        log = started.log.read_text()
+    assert f"{HOW_IT_ENDED['in its loop']}" in log
+    assert starts(tmp_path, 0) == 2
+
+
 @pytest.mark.parametrize("max_restarts", [0, 1])
 @pytest.mark.parametrize("how", HOW_IT_ENDED)
 def test_members_of_whom_enough_are_left_go_on_without_one_that_is_done_or_down(
