@@ -66,7 +66,12 @@ class Seen:
 
 def gradients_a_second(out: Collection[int], seen: Seen) -> float:
     """The weight of the gradients merged in a second with these ranks put out."""
-    return sum(seen.weights[rank] for rank in seen.members(out)) / step_seconds(out, seen)
+    return weight_of(out, seen) / step_seconds(out, seen)
+
+
+def weight_of(out: Collection[int], seen: Seen) -> float:
+    """The weight of the gradients merged in a step with these ranks put out."""
+    return sum(seen.weights[rank] for rank in seen.members(out))
 
 
 def step_seconds(out: Collection[int], seen: Seen) -> float:

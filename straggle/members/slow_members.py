@@ -2,9 +2,9 @@
 
 `absence.py` has the rule: what a member's absence brings. This has the patience. For its link a member is put out after
 a few looks, as a link is the best of several measurements. For its work it is put out only if it was slow, or brought
-less than half, in nine of ten steps, and these steps together had been better without it: one that is slow now and then
-needs a deadline, and stays. It returns when its link is good again, or when it has timed steps of its own (`probe.py`)
-with which it would bring more.
+less than half, in nine of ten steps, and these steps together had been better without it, whatever held it up in a few
+of them: one that is slow now and then needs a deadline, and stays. It returns when its link is good again, or when it
+has timed steps of its own (`probe.py`) with which it would bring more.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from straggle.members.absence import (
     slowest,
     step_seconds,
     usual_seconds,
+    weight_of,
 )
 from straggle.policies.rank_links import others_links
 from straggle.policies.slow_links import slow_in
@@ -37,6 +38,7 @@ _REMEMBERED_S = 300.0  # a rank that is put out again within these had returned 
 SUSPECTED = 10  # steps in which a member was slow, from which on it is judged by what its absence would bring
 AFTER_STEPS = 50  # steps over which that is summed up,
 AFTER_S = 10.0  # and at least so many seconds
+_STALLS = AFTER_STEPS // 10  # steps, those with the longest waits for it, tell nothing of what it costs for good
 _FOR_ANOTHER = 9  # steps in which a member was slow count for nothing, for each step in which it was not
 _MOST = 20  # of them are counted: two steps close to each other in which it was not, and it is not suspected
 RETURN_PROBES = 2  # probes in a row by which a member would bring more; doubled as looks are
@@ -61,7 +63,8 @@ class Probe:
 class Window:
     """Steps, since ``since_s``, in which the members ``ranks`` were suspected: what was merged, and would be without.
 
-    ``weight`` in ``seconds``; ``weight_without`` in ``seconds_without``.
+    ``weight`` in ``seconds``; ``weight_without`` in ``seconds_without``. ``stalls_s``: the longest that the others
+    waited for these ranks, each in one step; the longest first.
     """
 
     ranks: frozenset[int] = frozenset()
@@ -71,22 +74,34 @@ class Window:
     seconds: float = 0.0
     weight_without: float = 0.0
     seconds_without: float = 0.0
+    stalls_s: tuple[float, ...] = ()
 
     @property
     def gain(self) -> float:
-        """How many times as many gradients a second the others would have merged."""
-        return self.weight_without / self.seconds_without * self.seconds / self.weight if self.weight else 0.0
+        """How many times as many gradients a second the others would have merged.
+
+        In the steps with the longest waits, a tenth of all at most, they count as if they had waited for the mean of
+        the rest: a rank that logs for a moment in each step, and evaluates in one, is not slow for good.
+        """
+        if not self.weight:
+            return 0.0
+        stalls_s = self.stalls_s[: self.steps // 10]
+        waited_s = self.seconds - self.seconds_without - sum(stalls_s)
+        waited_s *= self.steps / (self.steps - len(stalls_s))
+        return self.weight_without / self.weight * (1 + waited_s / self.seconds_without)
 
     def and_step(self, seen: Seen, out: frozenset[int]) -> Window:
         """With another step, in which ``out`` were out."""
         without = out | self.ranks
+        seconds, seconds_without = step_seconds(out, seen), step_seconds(without, seen)
         return replace(
             self,
             steps=self.steps + 1,
-            weight=self.weight + sum(seen.weights[rank] for rank in seen.members(out)),
-            seconds=self.seconds + step_seconds(out, seen),
-            weight_without=self.weight_without + sum(seen.weights[rank] for rank in seen.members(without)),
-            seconds_without=self.seconds_without + step_seconds(without, seen),
+            weight=self.weight + weight_of(out, seen),
+            seconds=self.seconds + seconds,
+            weight_without=self.weight_without + weight_of(without, seen),
+            seconds_without=self.seconds_without + seconds_without,
+            stalls_s=tuple(sorted((*self.stalls_s, seconds - seconds_without), reverse=True)[:_STALLS]),
         )
 
 

@@ -193,6 +193,31 @@ def test_a_rank_that_is_slow_by_turns_is_never_put_out(slow: Callable[[int], int
     assert made(SlowMembers(), work, 1500).out == frozenset()
 
 
+@pytest.mark.parametrize("num_ranks", [4, 16])
+@pytest.mark.parametrize(
+    "stall_s",
+    [
+        lambda step: 60 if step % 500 == 499 else 0,  # it evaluates
+        lambda step: 2 if step % 40 == 39 else 0,  # it saves
+        lambda step: 30 if step in (0, 20, 21, 30) else 0,  # it compiles for new shapes
+    ],
+)
+@pytest.mark.parametrize("times", [1.0, 1.12, 1.15])
+def test_a_rank_that_logs_in_each_step_and_is_held_up_in_a_few_is_never_put_out(
+    times: float, stall_s: Callable[[int], float], num_ranks: int
+) -> None:
+    def work(step: int) -> list[float]:
+        return [times * USUAL_S + stall_s(step), *[USUAL_S] * (num_ranks - 1)]
+
+    assert made(SlowMembers(), work, 1500).out == frozenset()
+
+
+@pytest.mark.parametrize(("times", "out"), [(1.46, set()), (1.47, {1})])
+def test_what_a_rank_costs_in_all_steps_alike_is_what_it_costs_in_one(times: float, out: set[int]) -> None:
+    slow_s = times * (USUAL_S + MERGE_S) - MERGE_S  # 1.1 * 4 / 3 of the others' step
+    assert made(SlowMembers(), one_slow(slow_s), 200).out == out
+
+
 def test_noise_of_all_ranks_keeps_no_slow_one_in() -> None:
     chance = random.Random(5)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from straggle.members.put_out import PutOut
+from straggle.members.state_wire import decode, encode
 from straggle.members.view import Elastic, Leaving, View
 from straggle.policies.rank_links import RankLink
 
@@ -178,6 +179,20 @@ def test_a_member_whose_work_is_slow_is_put_out_and_it_is_said_in_what_and_what_
         f"20 ms; it gave 100% of its gradients, and without it the others merge {brings:.2f} times as many gradients a "
         "second"
     )
+
+
+def test_a_newcomer_goes_on_in_the_middle_of_what_is_seen_of_a_slow_member() -> None:
+    (giver, members), (own, newcomer) = put_out(0), put_out(2)
+    slow: Any = Merged(busy_s=(0.1, 0.5, 0.1, 0.1))
+    for step in range(1, 40):
+        giver.merged(step, slow, 1)
+    encoded = encode(giver.state_dict())
+    own.load_state_dict(decode(encoded.header, encoded.data))
+    for step in range(40, 70):
+        giver.merged(step, slow, 1)
+        own.merged(step, slow, 1)
+        assert own.state_dict() == giver.state_dict()
+    assert set(members.kept_out) == set(newcomer.kept_out) == {1}
 
 
 @pytest.mark.parametrize("name", ["gathers", "pool_parts"])
