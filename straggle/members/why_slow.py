@@ -6,7 +6,8 @@ from collections.abc import Collection, Sequence
 from statistics import fmean, median
 from typing import NamedTuple
 
-from straggle.members.absence import Seen, step_seconds
+from straggle.members.absence import Seen
+from straggle.members.slow_members import Window
 from straggle.members.view import Leaving
 from straggle.merge.table import Table
 from straggle.policies.rank_links import RankLink, others_link
@@ -45,15 +46,11 @@ def _of_phase(steps: Collection[Judged], rank: int, phase: Phase, out: frozenset
 
 
 def _gain(steps: Collection[Judged], rank: int, out: frozenset[int]) -> float:
-    """How many times as many gradients a second were merged in all of these steps with ``out`` out, than with it."""
-    inside = out - {rank}
-    with_it = sum(_weight(one.seen, inside) for one in steps) / sum(step_seconds(inside, one.seen) for one in steps)
-    without = sum(_weight(one.seen, out) for one in steps) / sum(step_seconds(out, one.seen) for one in steps)
-    return without / with_it if with_it else float("inf")
-
-
-def _weight(seen: Seen, out: Collection[int]) -> float:
-    return sum(seen.weights[rank] for rank in seen.members(out))
+    """How many times as many gradients a second are merged with ``out`` out, than with this one of them."""
+    window, inside = Window(frozenset({rank})), out - {rank}
+    for one in steps:
+        window = window.and_step(one.seen, inside)
+    return window.gain
 
 
 def why_slow_link(links: Sequence[RankLink], rank: int) -> Leaving:
