@@ -1,15 +1,17 @@
 """Where a loop loads data, and where it waits for other ranks in collectives of its own: calls of torch, in brackets.
 
 torch has no hooks there. The brackets stand in its classes as long as somebody wants to know, and let the calls of
-other threads through.
+other threads and of forked processes through.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable
 from functools import partial, wraps
+from types import FrameType
 from typing import Any, TypeAlias
 
 from torch import distributed as dist
@@ -36,33 +38,34 @@ class CallBracket:
 
     def __init__(self, owner: type, name: str, around: Around) -> None:
         self._owner, self._name, self._around = owner, name, around
-        self._thread, self._inside = threading.get_ident(), False
+        self._place, self._inside = _place(), False
         self.before: Any = getattr(owner, name)
         self.removed = False
 
         @wraps(self.before)
         def bracketed(own: Any, *args: Any, **words: Any) -> Any:
             call = partial(self.before, own, *args, **words)
-            return self._call(call) if self._counts(sys._getframe(1).f_globals) else call()
+            return self._call(call) if self._counts(sys._getframe().f_back) else call()
 
         bracketed.__dict__["bracket"] = self
-        self._bracketed = bracketed
+        self.bracketed = bracketed
         setattr(owner, name, bracketed)
 
     def remove(self) -> None:
         """Put back what was there; if another bracket stands around this one, let this one do nothing."""
         self.removed = True
-        if getattr(self._owner, self._name) is not self._bracketed:
+        if getattr(self._owner, self._name) is not self.bracketed:
             return
         before = self.before
-        while (bracket := getattr(before, "bracket", None)) is not None and bracket.removed:
+        while (bracket := _bracket_of(before)) is not None and bracket.removed:
             before = bracket.before
         setattr(self._owner, self._name, before)
 
-    def _counts(self, caller: dict[str, Any]) -> bool:
-        if self.removed or self._inside or threading.get_ident() != self._thread:
+    def _counts(self, caller: FrameType | None) -> bool:
+        """``caller``: ``None`` if C code calls, as it begins a thread."""
+        if self.removed or self._inside or _place() != self._place:
             return False
-        return str(caller.get("__name__", "")).partition(".")[0] != _OURS
+        return caller is None or str(caller.f_globals.get("__name__", "")).partition(".")[0] != _OURS
 
     def _call(self, call: Callable[[], Any]) -> Any:
         self._inside = True
@@ -70,3 +73,14 @@ class CallBracket:
             return self._around(call)
         finally:
             self._inside = False
+
+
+def _place() -> tuple[int, int]:
+    """This process and thread; the only thread of a forked process has the number of the one that forked it."""
+    return os.getpid(), threading.get_ident()
+
+
+def _bracket_of(function: Any) -> CallBracket | None:
+    """Not of another program's wrapper, to which ``functools.wraps`` has copied what was known of the bracket."""
+    bracket: CallBracket | None = getattr(function, "bracket", None)
+    return bracket if bracket is not None and bracket.bracketed is function else None

@@ -1,5 +1,8 @@
 """Brackets around what a loop loads and waits for: whose calls they see, and what they leave behind."""
 
+import _thread
+import functools
+import multiprocessing
 import threading
 
 import pytest
@@ -44,6 +47,50 @@ def test_calls_of_other_threads_are_let_through():
     thread.start()
     thread.join()
     assert not calls
+    bracket.remove()
+
+
+def test_wrapper_of_another_program_around_a_bracket_stays_when_brackets_are_removed():
+    first = CallBracket(Called, "method", counting([]))
+    around_first = Called.method
+
+    @functools.wraps(around_first)
+    def theirs(self):
+        return f"theirs: {around_first(self)}"
+
+    try:
+        Called.method = theirs
+        first.remove()
+        CallBracket(Called, "method", counting([])).remove()
+        assert Called.method is theirs
+        assert Called().method() == "theirs: done"
+    finally:
+        Called.method = BEFORE
+
+
+def test_call_that_no_python_code_makes_is_done():
+    done = threading.Event()
+    Called.sets = lambda _own: done.set()
+    bracket = CallBracket(Called, "sets", counting([]))
+    _thread.start_new_thread(Called().sets, ())  # is the first frame of its thread
+    assert done.wait(20)
+    bracket.remove()
+
+
+def report_calls(calls, sender):
+    Called().method()
+    sender.send(len(calls))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_calls_of_a_forked_process_are_let_through():
+    calls = []
+    bracket = CallBracket(Called, "method", counting(calls))
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=report_calls, args=(calls, sender))
+    process.start()
+    assert receiver.recv() == 0
+    process.join()
     bracket.remove()
 
 
