@@ -30,14 +30,17 @@ def around_loads(around: Around) -> list[CallBracket]:
 
 def around_collectives(around: Around) -> list[CallBracket]:
     """Have this thread wait by ``around`` for collectives of others than straggle, until they are removed."""
-    return [CallBracket(dist.Work, "wait", around)] if dist.is_available() else []
+    return [CallBracket(dist.Work, "wait", around, of_others=True)] if dist.is_available() else []
 
 
 class CallBracket:
-    """A class's method is called by ``around`` on this thread, unless by straggle, or inside of another such call."""
+    """A class's method is called by ``around`` on this thread, unless inside of another such call.
 
-    def __init__(self, owner: type, name: str, around: Around) -> None:
-        self._owner, self._name, self._around = owner, name, around
+    ``of_others``: unless by straggle. Its loaders, such as `LateLoader`, load for the loop.
+    """
+
+    def __init__(self, owner: type, name: str, around: Around, *, of_others: bool = False) -> None:
+        self._owner, self._name, self._around, self._of_others = owner, name, around, of_others
         self._place, self._inside = _place(), False
         self.before: Any = getattr(owner, name)
         self.removed = False
@@ -65,7 +68,7 @@ class CallBracket:
         """``caller``: ``None`` if C code calls, as it begins a thread."""
         if self.removed or self._inside or _place() != self._place:
             return False
-        return caller is None or str(caller.f_globals.get("__name__", "")).partition(".")[0] != _OURS
+        return caller is None or not self._of_others or not _is_for_straggle(caller)
 
     def _call(self, call: Callable[[], Any]) -> Any:
         self._inside = True
@@ -78,6 +81,13 @@ class CallBracket:
 def _place() -> tuple[int, int]:
     """This process and thread; the only thread of a forked process has the number of the one that forked it."""
     return os.getpid(), threading.get_ident()
+
+
+def _is_for_straggle(caller: FrameType) -> bool:
+    """Whether straggle calls, and that not for the loop, as what another bracket calls does."""
+    if caller.f_back is not None and caller.f_back.f_code is CallBracket._call.__code__:
+        return False
+    return str(caller.f_globals.get("__name__", "")).partition(".")[0] == _OURS
 
 
 def _bracket_of(function: Any) -> CallBracket | None:

@@ -8,6 +8,7 @@ import threading
 import pytest
 from torch.utils.data import DataLoader
 
+from straggle.backward.clocks import Stopwatch
 from straggle.backward.loop_hooks import CallBracket, around_loads
 
 
@@ -92,6 +93,26 @@ def test_calls_of_a_forked_process_are_let_through():
     assert receiver.recv() == 0
     process.join()
     bracket.remove()
+
+
+@pytest.mark.parametrize("of_others", [False, True])
+def test_clocks_of_two_models_see_the_same_call(of_others):
+    clocks = Stopwatch(), Stopwatch()
+    Called.look = lambda _own: [clock.phase for clock in clocks]
+    brackets = [CallBracket(Called, "look", clock.collective, of_others=of_others) for clock in clocks]
+    assert Called().look() == ["collective", "collective"]
+    for bracket in brackets:
+        bracket.remove()
+
+
+@pytest.mark.parametrize(("of_others", "num_calls"), [(False, 1), (True, 0)])
+def test_calls_by_straggle_itself_are_let_through_where_those_of_others_are_meant(of_others, num_calls):
+    calls, code = ([], []), {"__name__": "straggle.merge.groups", "called": Called()}
+    brackets = [CallBracket(Called, "method", counting(own), of_others=of_others) for own in calls]
+    exec("called.method()", code)
+    assert [len(own) for own in calls] == [num_calls, num_calls]
+    for bracket in brackets:
+        bracket.remove()
 
 
 def test_each_batch_is_loaded_once_and_the_end_of_the_loader_comes_through():
