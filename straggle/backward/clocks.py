@@ -26,16 +26,18 @@ class Stopwatch:
         self._seconds: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
         self.last_gradient_at = self._since
         self.phase: Phase = "outside"
-        self._knows_loader = False  # that loads by `load`; if not, what the loop does before a forward pass is loading
+        self._loads = Loads()
 
     def enter(self, phase: Phase) -> None:
         """End the running phase and start another."""
         now = self.now()
+        if phase in ("forward", "backward"):
+            self._loads.pass_begins()
         if self.phase == "backward" and phase not in ("backward", "collective"):
             # the pass ended with its last gradient
             until = max(self._since, self.last_gradient_at)
             self._seconds["backward"] += until - self._since
-            is_loading = phase == "forward" and not self._knows_loader
+            is_loading = phase == "forward" and not self._loads.are_known
             self._since, self.phase = until, "data" if is_loading else "outside"
         self._seconds[self.phase] += max(0.0, now - self._since)
         self._since, self.phase = max(self._since, now), phase
@@ -47,19 +49,11 @@ class Stopwatch:
 
     def stepped(self) -> None:
         """The optimizer's step is over."""
-        self.enter("loop_end" if self._knows_loader else "data")
+        self.enter("loop_end" if self._loads.are_known else "data")
 
     def load(self, call: Callable[[], Any]) -> Any:
         """Load a batch by this call; after it the loop prepares that batch, if its passes come next."""
-        before, self._knows_loader = self.phase, True
-        self.enter("data")
-        then: Phase = "loop_end" if before == "data" else before
-        try:
-            batch = call()
-            then = "data" if before in ("data", "loop_end") else before
-            return batch
-        finally:
-            self.enter(then)
+        return self._loads.load(call, self.phase, self.enter)
 
     def collective(self, call: Callable[[], Any]) -> Any:
         """Wait for a collective of the loop's own by this call."""
@@ -80,6 +74,37 @@ class Stopwatch:
         seconds = dict(self._seconds)
         seconds[self.phase] += self.now() - self._since
         return seconds
+
+
+class Loads:
+    """Tells loading from the rest of a loop, by the calls that are seen to load.
+
+    ``are_known``: such a call has loaded a batch for a pass. If not, all that comes before a pass counts as loading:
+    the loop has its batches from what is no ``DataLoader``, and may have one for its evaluation.
+    """
+
+    def __init__(self) -> None:
+        self.are_known = False
+        self._has_batch = False  # that was loaded last
+
+    def load(self, call: Callable[[], Any], before: str, enter: Callable[[Any], None]) -> Any:
+        """Load by this call in phase ``before``, and enter what comes then."""
+        enter("data")
+        then, self._has_batch = "loop_end" if before == "data" and self.are_known else before, False
+        try:
+            batch = call()
+            then, self._has_batch = "data" if before == "loop_end" else before, True
+            return batch
+        finally:
+            enter(then)
+
+    def pass_begins(self) -> None:
+        """A pass of training begins, with what was loaded last."""
+        self.are_known |= self._has_batch
+
+    def evaluated(self) -> None:
+        """What was loaded last was for an evaluation."""
+        self._has_batch = False
 
 
 class Timeline:

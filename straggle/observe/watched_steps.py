@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from straggle.backward.clocks import Loads
 from straggle.backward.hooks import tensors_in
 from straggle.backward.passes import in_backward
 from straggle.observe.pauses import PauseDetector
@@ -55,7 +56,8 @@ class Recorder:
         self._phases: dict[str, list[tuple[Any, Any]]] = {}
         self._began: Any = None
         self._microbatches: list[Any] = []
-        self._in_pass = self._synced = self._knows_loader = False
+        self._in_pass = self._synced = False
+        self._loads = Loads()
         self.ends = StageEnds(now)
         self._detector = PauseDetector()
         self._detector.start()
@@ -82,12 +84,14 @@ class Recorder:
             self._evaluation()
             return
         self._in_pass = False
-        self._was("outside" if self._knows_loader else "data")
+        self._loads.pass_begins()
+        self._was("outside" if self._loads.are_known else "data")
         self._mark("forward")
         if self._began is None:
             self._began = self._since
 
     def _evaluation(self) -> None:
+        self._loads.evaluated()
         if self.phase != "outside":
             self._was(self._merge)
             self._mark("outside")
@@ -122,7 +126,7 @@ class Recorder:
         if self._merge != "pass":
             self._mark(_BETWEEN)
         else:
-            self._mark("wait" if self._synced else "outside" if self._knows_loader else "data")
+            self._mark("wait" if self._synced else "outside" if self._loads.are_known else "data")
         self._microbatches.append(self._since)
         if self.phase == "wait":
             _queue_callback(self._merged)  # after DDP's
@@ -144,7 +148,7 @@ class Recorder:
 
     def optimizer_ends(self, _optimizer: Optimizer) -> None:
         """What comes now is the end of the loop until it loads; if no loader is known, all is loading."""
-        then = "loop_end" if self._knows_loader else "data"
+        then = "loop_end" if self._loads.are_known else "data"
         if self._merge != "pass" and self._microbatches:  # the passes were in a closure
             self._was(self._merge)
             self._mark(then)
@@ -156,15 +160,7 @@ class Recorder:
 
     def load(self, call: Callable[[], Any]) -> Any:
         """Load a batch by this call; after it the loop prepares that batch, if its passes come next."""
-        before, self._knows_loader = self.phase, True
-        self._mark("data")
-        then = "loop_end" if before == "data" else before
-        try:
-            batch = call()
-            then = "data" if before in ("data", "loop_end") else before
-            return batch
-        finally:
-            self._mark(then)
+        return self._loads.load(call, self.phase, self._mark)
 
     def collective(self, call: Callable[[], Any]) -> Any:
         """Wait by this call for a collective of the loop's own; not if it may be the merge."""

@@ -77,10 +77,22 @@ def test_loading_is_told_from_the_rest_of_the_loop_once_a_loader_is_known(stopwa
 
 def test_loader_that_is_at_its_end_gives_back_to_the_end_of_the_loop(stopwatch, clock):
     stopwatch.load(int)
+    stopwatch.enter("forward")
     stopwatch.stepped()
     with pytest.raises(StopIteration):
         stopwatch.load(partial(next, iter(())))
     assert passed(run(stopwatch, clock, 3.0)) == {"loop_end": 3.0}
+
+
+def test_loader_of_an_evaluation_does_not_make_other_loading_the_end_of_the_loop(stopwatch, clock):
+    for _ in range(2):
+        run(stopwatch, clock, "optimizer")
+        stopwatch.stepped()
+        stopwatch.load(int)
+        with pytest.raises(StopIteration):
+            stopwatch.load(partial(next, iter(())))
+        run(stopwatch, clock, 4.0, "forward", 1.0)  # a batch of what is no DataLoader
+    assert passed(stopwatch.read()) == {"data": 8.0, "forward": 2.0}
 
 
 def test_collectives_of_the_loops_own_are_no_work(stopwatch, clock):
