@@ -150,11 +150,13 @@ def deeds(summary: Mapping[str, Any], shares: Sequence[float]) -> Iterator[str]:
     counts = zip(summary["late_steps_per_rank"], summary["stood_in_steps_per_rank"], strict=True)
     late = sorted(((late, stood_in, rank) for rank, (late, stood_in) in enumerate(counts) if late), reverse=True)
     for steps, stood_in, rank in late[:_NAMED]:
-        by_itself = f"it stopped its own pass in {steps - stood_in} of these" if steps > stood_in else "it was stuck"
+        by_itself = (
+            f"it stopped its own pass in {steps - stood_in} of these" if steps > stood_in else "it was stuck there"
+        )
         kept = 1 - summary["dropped_share_per_rank"][rank]
         yield (
-            f"Cut: rank {rank} was late in {steps} of {summary['steps']} steps; {by_itself}, and the others did not "
-            f"wait. Of all its gradients {kept:.0%} came in."
+            f"Cut: rank {rank} was late in {steps} of {summary['steps']} steps; {by_itself}. "
+            f"Of all its gradients {kept:.1%} came in."
         )
 
 

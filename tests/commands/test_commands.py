@@ -387,7 +387,7 @@ def test_end_of_a_run_says_which_rank_was_dealt_less_and_which_was_cut() -> None
     first, second, third = deeds({**late, "dropped_share_per_rank": [0.0, 0.06, 0.0, 0.05]}, shares)
     assert first.startswith("Dealt less: rank 3 is slow in most steps, so it had 5.0 of 32 that are dealt out")
     assert second.startswith("Cut: rank 1 was late in 9 of 80 steps; it stopped its own pass in 7 of these")
-    assert second.endswith("Of all its gradients 94% came in.")
+    assert second.endswith("Of all its gradients 94.0% came in.")
     assert "rank 3 was late in 4 of 80 steps; it was stuck" in third
     assert not list(deeds({**late, "late_steps_per_rank": [0] * 4, "dropped_share_per_rank": [0.0] * 4}, ()))
 

@@ -239,6 +239,21 @@ def test_ctrl_c_before_the_first_step_or_twice_ends_all_processes_without_a_trac
     assert ("SIGTERM: the workers have ended" if words else "stopped before it began") in printed
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not (ROOT / ".venv").exists(), reason="launch.sh would set up its environment")
+def test_worker_that_dies_ends_the_run_with_torchruns_table_and_no_traceback_of_the_launcher(tmp_path):
+    with launch_script(tmp_path, "steps=100000") as (process, log):
+        wait_for_steps(lambda: process.poll() is None, tmp_path / "run" / "trace.jsonl", 5)
+        lists = Path(f"/proc/{process.pid}/task").glob("*/children")
+        workers = [int(number) for own in lists for number in own.read_text().split()]
+        os.kill(workers[-1], signal.SIGKILL)
+        assert process.wait(120) == 1
+        printed = log.read_text()
+    assert "Root Cause (first observed failure)" in printed
+    assert f"Signal 9 (SIGKILL) received by PID {workers[-1]}" in printed
+    assert "at_terminal.py" not in printed
+
+
 # -- the worker of docker/, which is torchrun on several nodes
 
 STOPPED = 128 + signal.SIGTERM

@@ -49,6 +49,7 @@ def main(words: Sequence[str]) -> int:
 
 def _torchrun(options: Sequence[str], ctrl_c: _CtrlC) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
     ctrl_c.begun = True
@@ -57,6 +58,9 @@ def _torchrun(options: Sequence[str], ctrl_c: _CtrlC) -> int:
     except SignalException as error:
         _say(f"{signal.Signals(error.sigval).name}: the workers have ended")
         return 128 + int(error.sigval)
+    except ChildFailedError as error:  # torchrun's table says which worker ended first, and how
+        _say(str(error))
+        return 1
     return 0
 
 
@@ -89,9 +93,10 @@ class _CtrlC(threading.Thread):
     def _pressed(self) -> None:
         if self.begun and self._hears:
             self._hears = False
-            (self._signs / END).touch()
-            _say("Ctrl-C: the run ends after the step that it is in, and is saved; again: it ends at once")
-            return
+            with contextlib.suppress(OSError):  # a full disk, say: then as if it had been pressed twice
+                (self._signs / END).touch()
+                _say("Ctrl-C: the run ends after the step that it is in, and is saved; again: it ends at once")
+                return
         for child in _children():  # torchrun would give each half a minute
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
