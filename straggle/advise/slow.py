@@ -8,7 +8,8 @@ its phases, by the same difference for each phase.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -107,6 +108,8 @@ def find_slow_ranks(timings: Timings) -> Slowness:
             continue
         if cost >= MATTERS * step_s and (one := _slow_rank(timings, rank, excess[:, rank], cost / float(lost.mean()))):
             found.append(one)
+    slow = {one.rank for one in found}
+    found = [replace(one, slowdown=slowdown(timings, one.rank, slow=slow)) for one in found]
     explained = sum(rank.lost_share * rank.attributed for rank in found)
     found.sort(key=lambda rank: -rank.lost_share)
     held_up = own.max(axis=1) >= HELD_UP * (own.max(axis=1) - lost)
@@ -137,7 +140,7 @@ def _slow_rank(timings: Timings, rank: int, excess: Array, lost_share: float) ->
         phases=shares,
         named=named,
         attributed=attributed,
-        slowdown=slowdown(timings, rank),
+        slowdown=Interval(math.nan, math.nan, math.nan),  # until all slow ranks are known
         lost_share=lost_share,
     )
 
@@ -165,17 +168,18 @@ def _most(shares: dict[str, float]) -> tuple[tuple[str, ...], float]:
     return tuple(named), min(1.0, explained)
 
 
-def slowdown(timings: Timings, rank: int, seed: int = 0) -> Interval:
+def slowdown(timings: Timings, rank: int, seed: int = 0, *, slow: Collection[int] = ()) -> Interval:
     """The job's time divided by what it would be if ``rank`` were like its peers.
 
-    The rank is replaced by one that differs from its peers' median in the step by as much as a random peer does in a
-    random step. So the number of ranks stays the same, and what slows all ranks at once stays, too.
+    The rank is replaced by one that differs from its peers' median in the step by as much as a random peer that is not
+    ``slow`` does in a random step. So the number of ranks stays the same, and what slows all ranks at once stays, too.
     """
     random = np.random.default_rng(seed)
     own = timings.own_s.copy()
     peers = np.delete(own, rank, axis=1)
     middle = np.median(peers, axis=1)
-    apart = (peers - middle[:, None]).ravel()
+    like = [other for other in range(timings.num_ranks) if other != rank and other not in slow]
+    apart = ((own[:, like] if like else peers) - middle[:, None]).ravel()
     own[:, rank] = middle + apart[random.integers(len(apart), size=len(own))]
     before_s = timings.own_s.max(axis=1) + timings.network_s
     return steps_interval(np.divide, before_s, own.max(axis=1) + timings.network_s, seed=seed)

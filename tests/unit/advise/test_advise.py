@@ -98,6 +98,18 @@ def test_two_slow_ranks_of_six_are_both_named(tmp_path):
     assert sorted(rank.rank for rank in found.ranks) == [1, 4]
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_job_is_not_faster_because_of_a_slow_rank_whose_peer_stalls(every, tmp_path):
+    def stalls_and_is_slow(rank, step):
+        return {"forward": 1.0 * (rank == 1 and step % 8 == 0) + 0.05 * (rank == 3 and step % every == 0)}
+
+    found = find_slow_ranks(read_timings(write_watch(tmp_path, extra=stalls_and_is_slow)))
+    of = {rank.rank: rank.slowdown for rank in found.ranks}
+    assert of.keys() == {1, 3}
+    # rank 3 makes the steps longer in which rank 1 does not stall
+    assert of[3].value == pytest.approx(1 + 0.05 * 7 / 8 / every / (1.0 / 8 + 0.11), rel=0.03)
+
+
 def test_slowdown_is_the_ratio_of_the_steps_with_and_without(tmp_path):
     timings = read_timings(write_watch(tmp_path, extra=when(1, range(1000), backward=0.2), noise=0.0))
     found = slowdown(timings, 1)
