@@ -62,7 +62,7 @@ from straggle.policies.merge_time import MESSAGES_AT_A_TIME
 _SLICE_S = 0.5
 _KEPT_STEPS = 32  # whose words in the store are not removed yet
 _SHORT_S = 0.1  # each wait that ends before its collective costs 0.2 ms of CPU
-_MORE_S = 60.0  # by which gloo's own time limit is longer than that of any wait, which has words
+MORE_S = 60.0  # by which gloo's own time limit is longer than that of any wait, which has words
 _NEVER_S = 3.2e7  # a year
 _SIGN = "sign"
 
@@ -106,7 +106,7 @@ class Channel:
         self.rank, self.world_size = dist.get_rank(parent), dist.get_world_size(parent)
         self.names = names or range(self.world_size)
         self.epoch = 0  # number of the groups, which never change here
-        self._progress = Progress(in_flight_s=self.patience.outside_s + _MORE_S)
+        self._progress = Progress(in_flight_s=self.patience.outside_s + MORE_S)
         self._num_between = 0  # collectives that were no step's
         self._counted: deque[int] = deque()  # steps whose counter this rank began; written by the store's thread
         self._noted: deque[int] = deque()  # those with collectives of the loop's own; as above
@@ -167,7 +167,7 @@ class Channel:
             data = QueuedGroup.formed(ranks, limit_s, backend)
             self._job_groups.append(data)
         self._job_groups.append(of_hosts := JobGroup(control))
-        of_hosts.limit(limit_s + _MORE_S)
+        of_hosts.limit(limit_s + MORE_S)
         self._groups = ProcessGroups(data, of_hosts, tuple(range(self.world_size)), wide)
         return corner
 
@@ -178,7 +178,7 @@ class Channel:
         try:
             store = dist.PrefixStore(corner, server)  # type: ignore[attr-defined]
             group = gloo_group(store, self.rank, self.world_size, self.give_up_s, at_a_time=number)
-            group._set_default_timeout(timedelta(seconds=self.patience.outside_s + _MORE_S))
+            group._set_default_timeout(timedelta(seconds=self.patience.outside_s + MORE_S))
             self._gloo_groups.append(group)
             return GlooCollectives(group)
         finally:
