@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import time
 from datetime import timedelta
 
 import pytest
@@ -144,3 +145,44 @@ def test_member_in_a_pause_is_named_as_that_and_waited_for_longer_than_gloo_wait
     assert "rank 0 has waited for rank 1 in step 4 for " in log
     assert "it is in model.pause(), for " in log
     assert "no word of itself" not in log
+
+
+def come_while_the_only_member_is_away(rank, board, away, group_s):
+    """Rank 0 stays ``away`` once the file "away" is there."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=group_s), dist.group.WORLD)
+
+    def wait():
+        while rank == 0 and (board.folder / "away").exists():
+            time.sleep(0.01)
+
+    members, late_handling = Elastic(min_ranks=1), LateHandling(give_up_s=GIVE_UP_S)
+    with staged(mlp(), members=members, late_handling=late_handling) as model:
+        step = model.register_state(optimizer=torch.optim.SGD(model.parameters(), 0.01))
+        while step < board.end:
+            with model.step():
+                if away == "in a step":
+                    wait()
+                model(features(rank, step)).sum().backward()
+            if away == "outside":
+                wait()
+            step = model.last_report.step + 1
+            board.note(rank, step)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("away", "limit"),
+    [
+        ("in a step", "give_up_s=1 (LateHandling)"),
+        ("outside", "4 s, the process group's own limit (init_process_group(timeout=...))"),
+    ],
+)
+def test_newcomer_waits_for_a_member_as_long_as_others_would_and_says_which_limit_is_over(away, limit):
+    with run_job(2, come_while_the_only_member_is_away, away, 4.0) as job:
+        job.walk(3)
+        (job.folder / "away").touch()
+        job.kill(1)
+        job.start(1)
+        end = job.result(1)
+    assert end.kind == "PeerFailed"
+    assert end.message.endswith(f"the members (ranks [0]) have not answered within {limit}")
