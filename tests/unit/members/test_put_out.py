@@ -195,6 +195,24 @@ def test_a_newcomer_goes_on_in_the_middle_of_what_is_seen_of_a_slow_member() -> 
     assert set(members.kept_out) == set(newcomer.kept_out) == {1}
 
 
+@pytest.mark.parametrize(("seconds", "out"), [(0.1, set()), (0.5, {1})])
+def test_a_rank_that_is_out_returns_by_the_probes_that_any_member_has_heard_of(seconds: float, out: set[int]) -> None:
+    own, members = put_out(0)
+    slow: Any = Merged(busy_s=(0.1, 0.5, 0.1, 0.1))
+    for step in range(1, 70):
+        own.merged(step, slow, 1)
+    assert own.out == {1}
+    members.view = FIRST.without(members.kept_out)
+    own.follow(members.view, 70, new=False)
+    for step, number in ((70, 60.0), (71, 60.0), (72, 71.0)):  # two probes; rank 2 leads, and has heard of them
+        heard = {"probed": 2.0, "probe_number": number, "probe_s": seconds}
+        columns = {name: (0.0, 0.0, value, 0.0) for name, value in heard.items()}
+        table: Any = Merged([1], busy_s=(0.1,) * 4, **columns)
+        assert own.out == {1}
+        own.merged(step, table, 1)
+    assert own.out == set(members.kept_out) == out
+
+
 @pytest.mark.parametrize("name", ["gathers", "pool_parts"])
 def test_no_member_is_put_out_for_its_work_if_all_are_needed_or_a_slow_one_draws_less(name: str) -> None:
     own, members = put_out(0)
