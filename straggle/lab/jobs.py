@@ -36,6 +36,7 @@ from straggle.lab.sharding import Sharded, WorkClock, whole
 from straggle.lab.workloads.shard import Shard
 from straggle.lab.workloads.workload import Workload
 from straggle.merge.step_record import StepRecord
+from straggle.merge.table import Table
 from straggle.parallel import StagedDataParallel
 from straggle.report import StepReport
 from straggle.stop_signal import StopSignal
@@ -182,7 +183,7 @@ class StagedJob(Job):
     With ``work=pulled`` the ranks draw the step's micro-batches, and each loads those that it draws: a slow one fewer.
     Else, with ``rebalance``, its unit is a sample if a step has one micro-batch, and otherwise a complete micro-batch.
     If members come and go, ``epochs`` deals the samples, so that none is lost with a rank; those of a replica are.
-    A rank that missed a step has the same batches in the next one, so that it loads none for the steps that it missed.
+    A rank that missed a step has the same samples in the next one, so that it loads none for the steps that it missed.
     """
 
     model: StagedDataParallel
@@ -213,8 +214,9 @@ class StagedJob(Job):
             self.rebalance = instantiate(config.rebalance, model=self.model, total=self._total // self._unit)
             self.samples_per_step = self._unit  # the weight is the rank's share
         self._position = _Position()
-        self._in_hand: _InHand | None = None  # of the last step
-        self._missed = False  # the last step
+        self._loaded: _Loaded | None = None  # for the last step
+        self._number = 0  # of the running step
+        self._missed = _Missed()
         self.model.loads_missed = False
         self.model.register_step_hook(self._merged)
         self._comes_and_goes = bool(config.get("members"))
@@ -229,10 +231,11 @@ class StagedJob(Job):
             )
 
     @property
-    def dealt(self) -> dict[str, Rebalance | Epochs | _Position]:
+    def dealt(self) -> dict[str, Rebalance | Epochs | _Missed | _Position]:
         """What determines the next samples, by name: to be saved, and given to a rank that comes back."""
         pool = self._position if self._pulls and self._comes_and_goes else None
-        named = {"rebalance": self.rebalance, "epochs": self.epochs, "position": pool}
+        missed = None if self._pulls or self._comes_and_goes else self._missed
+        named = {"rebalance": self.rebalance, "epochs": self.epochs, "position": pool, "missed": missed}
         return {name: own for name, own in named.items() if own is not None}
 
     def _wrap(self, config: DictConfig) -> StagedDataParallel:
@@ -274,18 +277,19 @@ class StagedJob(Job):
                 loss.backward()  # type: ignore[no-untyped-call]
 
     def _batches(self, number: int) -> Sequence[tuple[Tensor, Tensor]]:
+        self._number = number
         if self._pulls:
             self._position.number = number
             return ()
-        samples, had = self._samples(number), self._in_hand
-        if had is None or not self._missed or (self.epochs is not None and not had.has(samples)):
-            had = self._in_hand = _InHand(samples, self._weight, [self._load(own) for own in samples])
-        self._weight = had.weight
+        since = self._missed.since.get(self.model.rank)
+        samples, had = self._samples(number if since is None else since), self._loaded
+        if since is None or had is None or not had.has(samples):
+            had = self._loaded = _Loaded(samples, [self._load(own) for own in samples])
         return had.batches
 
     def _merged(self, record: StepRecord) -> None:
         """After each step."""
-        self._missed = not record.table.is_usual and self.model.rank in record.table.missed_ranks()
+        self._missed.merged(self._number, record.table)
 
     def _pool(self) -> StepBatches:
         """All micro-batches of the step."""
@@ -309,7 +313,9 @@ class StagedJob(Job):
         if self.epochs is not None:
             samples = self.epochs.draw()
         elif self.rebalance is not None:
-            first, count = (self._unit * part for part in self.rebalance.share())
+            rank, schedule = self.model.rank, self.rebalance.schedule
+            shares = next(shares for first_step, shares in reversed(schedule) if first_step <= number)
+            first, count = self._unit * sum(shares[:rank]), self._unit * shares[rank]
             samples = self._shard.part(number, total=self._total, first=first, count=count)
         else:
             return super()._samples(number)
@@ -335,16 +341,35 @@ class StagedJob(Job):
 
 
 @dataclass(frozen=True)
-class _InHand:
+class _Loaded:
     """The ``batches`` of a step, and whose samples they are."""
 
     samples: Sequence[Tensor]
-    weight: float
     batches: Sequence[tuple[Tensor, Tensor]]
 
     def has(self, samples: Sequence[Tensor]) -> bool:
         """Whether they are of these samples."""
         return len(samples) == len(self.samples) and all(map(torch.equal, samples, self.samples))
+
+
+class _Missed:
+    """Since which step a rank has the same samples: the first of those that it has missed up to now."""
+
+    def __init__(self) -> None:
+        self.since: dict[int, int] = {}  # by rank, the same on all
+
+    def merged(self, number: int, table: Table) -> None:
+        """After step ``number``."""
+        missed = () if table.is_usual else sorted(table.missed_ranks())
+        self.since = {rank: self.since.get(rank, number) for rank in missed}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Those steps."""
+        return {"since": dict(self.since)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with them."""
+        self.since = dict(state["since"])
 
 
 class _Position:
