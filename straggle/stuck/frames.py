@@ -27,6 +27,7 @@ _PROGRAMS = (f"{_OF_STRAGGLE}lab/", f"{_OF_STRAGGLE}commands/")  # these use str
 _OF_TORCH = str(Path(torch.__file__).parent) + "/"
 _OF_PYTHON = tuple({sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib")})
 _BRACKET = f"{_OF_STRAGGLE}backward/loop_hooks.py", "bracketed"
+_LOADERS = tuple(f"{_OF_STRAGGLE}{name}.py" for name in ("data/late_loader", "data/epochs", "loop/uneven"))
 _COLLECTIVES = f"{_OF_TORCH}distributed/distributed_c10d.py"
 
 
@@ -85,7 +86,7 @@ def place_of(frames: Sequence[Frame]) -> Place | None:
 
     Code of the user's own comes first, then installed packages other than torch, then straggle.
     """
-    frames = _without_brackets(frames)
+    frames = _of_the_loop(frames)
     return _place(frames, [_whose(frame.file) for frame in frames])
 
 
@@ -106,7 +107,7 @@ def place_in_block(frames: Sequence[Frame]) -> Place | None:
 
     Of installed packages, those that derive from a general trainer come before it.
     """
-    frames = _without_brackets(frames)
+    frames = _of_the_loop(frames)
     kinds = [_whose(frame.file) for frame in frames]
     inside = len(kinds) - 1 - kinds[::-1].index(_STRAGGLE) if _STRAGGLE in kinds else 0
     if min(kinds[:inside], default=_LIBRARY) >= _STRAGGLE:
@@ -116,12 +117,13 @@ def place_in_block(frames: Sequence[Frame]) -> Place | None:
     return _place(frames, special if min(special) < _STRAGGLE else kinds)
 
 
-def _without_brackets(frames: Sequence[Frame]) -> list[Frame]:
-    """Without those that time a call of torch for the user's code, which made it: they wait for nothing themselves."""
+def _of_the_loop(frames: Sequence[Frame]) -> list[Frame]:
+    """Without those that call torch for the user's code, to time it or as loaders: they wait for nothing themselves."""
     found = list[Frame]()
     for frame in frames:
         if (frame.file, frame.function) != _BRACKET:
-            found.append(frame)
+            if frame.file not in _LOADERS:
+                found.append(frame)
             continue
         while found and _whose(found[-1].file) == _STRAGGLE:  # called by the bracket
             found.pop()

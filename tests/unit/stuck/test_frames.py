@@ -1,5 +1,6 @@
 """Where a thread is: the innermost frame of the user's code, and whether it waits for others there."""
 
+import inspect
 import sys
 import sysconfig
 import threading
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 import straggle
+from straggle import Epochs, LateLoader
+from straggle.loop.uneven import Joins
 from straggle.stuck.frames import (
     Frame,
     Place,
@@ -61,6 +64,13 @@ FROZEN = Frame("<frozen runpy>", 88, "_run_code")
 )
 def test_place_is_the_innermost_frame_of_the_users_code(frames, expected):
     assert place_of(frames) == expected
+
+
+@pytest.mark.parametrize("loader", [LateLoader, Epochs, Joins])
+def test_loader_of_straggle_that_waits_for_a_workers_batch_is_where_the_users_loop_is(loader):
+    frame = Frame(inspect.getfile(loader), 70, "batches")
+    for between in ([], [TIMES, CALL, BRACKET]):
+        assert place_of([SELECT, LOADER, *between, frame, USER]) == Place(USER, LOADER)
 
 
 @pytest.mark.parametrize(
