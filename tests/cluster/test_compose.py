@@ -382,7 +382,7 @@ class Members(Cluster):
     ranks = tuple(f"rank{rank}" for rank in range(NUM_WORKERS))
 
     def lines(self, file: str) -> list[dict[str, Any]]:
-        """Of a file of the run; none if there is no such file yet, or the engine cannot look, which it says like one."""
+        """Of a file of the run; none if there is none yet, or the engine cannot look, which it says like one."""
         command = ("docker", "exec", f"{self.name}-{self.ranks[-1]}-1", "cat", f"/runs/latest/{file}")
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         if done.returncode:
