@@ -1,14 +1,14 @@
-"""For every kind of model and every cut, the staged backward pass is the plain one, bit for bit."""
+"""For twelve kinds of graphs and every cut, the staged backward pass is the plain one, bit for bit."""
 
 import shutil
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from itertools import pairwise
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, logsigmoid
 from torch.utils.checkpoint import checkpoint
@@ -29,16 +29,6 @@ def tokens(rows: int = 2, length: int = 6, seed: int = 0) -> Tensor:
     return torch.randint(32, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def on_tokens(model):
-    """A language model with the loss that it computes itself."""
-    return model, lambda model: model(input_ids=tokens(), labels=tokens(seed=1)).loss
-
-
-def on_images(model):
-    """A classifier of transformers, on images of 16 × 16."""
-    return model, lambda model: model(pixel_values=random(4, 3, 16, 16), labels=torch.arange(4) % 3).loss
-
-
 def on_features(model, *shape: int):
     return model, lambda model: model(random(*(shape or (6, 8)))).square().mean()
 
@@ -46,14 +36,15 @@ def on_features(model, *shape: int):
 def gpt2(**changes):
     sizes = {"vocab_size": 32, "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2}
     dropout = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropout, **changes))
+    made = import_module("transformers.models.gpt2.modeling_gpt2")  # by slow tests only: it takes seconds to load
+    model = made.GPT2LMHeadModel(made.GPT2Config(**sizes, **dropout, **changes))
     assert model.lm_head.weight is model.transformer.wte.weight
-    return on_tokens(model)
+    return model, lambda model: model(input_ids=tokens(), labels=tokens(seed=1)).loss
 
 
-def gpt2_checkpointed(use_reentrant):
+def gpt2_checkpointed():
     model, loss = gpt2(use_cache=False)
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": True})
     return model, loss
 
 
@@ -65,58 +56,6 @@ def gpt2_in_bfloat16():
             return loss(model)
 
     return model, loss_in_bfloat16
-
-
-def bert_config():
-    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    dropout = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
-    return transformers.BertConfig(**sizes, **dropout, intermediate_size=32, max_position_embeddings=8)
-
-
-def bert_with_unused_pooler():
-    model = transformers.BertModel(bert_config())
-    return model, lambda model: model(input_ids=tokens()).last_hidden_state.square().mean()
-
-
-def t5():
-    sizes = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
-    config = transformers.T5Config(**sizes, dropout_rate=0, decoder_start_token_id=0, pad_token_id=0)
-    model = transformers.T5ForConditionalGeneration(config)
-    assert model.encoder.embed_tokens.weight is model.decoder.embed_tokens.weight
-    return on_tokens(model)
-
-
-DECODER = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-
-
-def llama():
-    return on_tokens(transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER)))
-
-
-def mixtral():
-    config = transformers.MixtralConfig(
-        **DECODER, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True
-    )
-    return on_tokens(transformers.MixtralForCausalLM(config))
-
-
-def vit():
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    config = transformers.ViTConfig(**sizes, image_size=16, patch_size=8, num_labels=3)
-    return on_images(transformers.ViTForImageClassification(config))
-
-
-def resnet():
-    sizes = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 1]}
-    config = transformers.ResNetConfig(**sizes, layer_type="basic", num_labels=3)
-    return on_images(transformers.ResNetForImageClassification(config))
 
 
 class Experts(nn.Module):
@@ -159,23 +98,6 @@ class UNet(nn.Module):
         return self.leave(out)
 
 
-class DenseBlock(nn.Module):
-    """Each layer reads the concatenated outputs of all layers before it."""
-
-    def __init__(self, width: int = 8, growth: int = 4, depth: int = 4) -> None:
-        super().__init__()
-        widths = [width + growth * number for number in range(depth)]
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.BatchNorm1d(width), nn.ReLU(inplace=True), nn.Linear(width, growth)) for width in widths
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        outputs = [x]
-        for layer in self.layers:
-            outputs.append(layer(torch.cat(outputs, 1)))
-        return torch.cat(outputs, 1)
-
-
 class Recurrent(nn.Module):
     """Two LSTM layers between an embedding and a head that also reads the last cell state."""
 
@@ -187,20 +109,6 @@ class Recurrent(nn.Module):
     def forward(self, ids: Tensor, state: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         out, state = self.lstm(self.embedding(ids), state)
         return self.head(torch.cat([out[:, -1], state[1][-1]], 1)), state
-
-
-class Unrolled(nn.Module):
-    """One cell, called for each step of a sequence."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.head = nn.GRUCell(4, 8), nn.Linear(8, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = x.new_zeros(len(x), 8)
-        for step in x.unbind(1):
-            hidden = self.cell(step, hidden)
-        return self.head(hidden)
 
 
 def lstm():
@@ -218,21 +126,6 @@ def siamese():
     return layers(8, 16, 16, 4), lambda model: cosine_similarity(
         model(random(4, 8)), model(random(4, 8, seed=1))
     ).mean()
-
-
-def generator_through_frozen_discriminator():
-    generator, discriminator = layers(4, 16, 16, 8), layers(8, 16, 1).requires_grad_(False)
-    return generator, lambda generator: -logsigmoid(discriminator(generator(random(6, 4)))).mean()
-
-
-def discriminator_of_real_and_generated():
-    generator, discriminator = layers(4, 16, 8), layers(8, 16, 16, 1)
-
-    def loss(discriminator):
-        real, made = discriminator(random(6, 8)), discriminator(generator(random(6, 4)).detach())
-        return -(logsigmoid(real) + logsigmoid(-made)).mean()
-
-    return discriminator, loss
 
 
 class LowRank(nn.Module):
@@ -256,37 +149,29 @@ def adapters():
     return on_features(nn.Sequential(below, *adapted, nn.LayerNorm(8), nn.Linear(8, 3).requires_grad_(False)))
 
 
-class Checkpointed(nn.Module):
-    """Computes its block again in backward, where it is called."""
-
-    def __init__(self, block: nn.Module, use_reentrant: bool) -> None:
-        super().__init__()
-        self.block, self.use_reentrant = block, use_reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.block, x, use_reentrant=self.use_reentrant)
-
-
-def checkpointed_blocks(use_reentrant):
-    blocks = [Checkpointed(layers(8, 16, 8), use_reentrant) for _ in range(3)]
-    return on_features(nn.Sequential(nn.Linear(8, 8), *blocks, nn.Linear(8, 2)))
-
-
-def checkpointed_from_outside(use_reentrant):
+def checkpointed_from_outside():
     """The loop computes the entire model again: reentrant, all of it is a pass within the pass."""
     head = nn.Linear(2, 2)
 
     def loss(model):
         x = random(6, 8).requires_grad_()
-        return head(checkpoint(model, x, use_reentrant=use_reentrant)).square().mean()
+        return head(checkpoint(model, x, use_reentrant=True)).square().mean()
 
     return layers(8, 16, 16, 2), loss
 
 
-def shared_block(use_reentrant):
+class SharedBlock(nn.Module):
     """As in ALBERT: one block is called three times, and computed again each time."""
-    block = Checkpointed(layers(8, 16, 8), use_reentrant)
-    return on_features(nn.Sequential(nn.Linear(8, 8), block, block, block, nn.Linear(8, 2)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.block, self.leave = nn.Linear(8, 8), layers(8, 16, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for _ in range(3):
+            x = checkpoint(self.block, x, use_reentrant=False)
+        return self.leave(x)
 
 
 def normalized_weights():
@@ -300,22 +185,6 @@ def sparse_embedding():
     return nn.Sequential(bag, layers(8, 8, 8, 2)), lambda model: model(tokens()).square().mean()
 
 
-def bfloat16_parameters():
-    return layers(8, 16, 16, 2).bfloat16(), lambda model: model(random(6, 8).bfloat16()).square().mean()
-
-
-def gradient_penalty_on_inputs():
-    """The gradient with respect to the input should have norm 1 (Gulrajani et al. 2017, equation 3)."""
-
-    def loss(critic):
-        x = random(6, 8).requires_grad_()
-        score = critic(x).sum()
-        (slope,) = torch.autograd.grad(score, x, create_graph=True)
-        return score + 10 * (slope.norm(dim=1) - 1).square().mean()
-
-    return layers(8, 16, 16, 1), loss
-
-
 def gradient_penalty_on_parameters():
     """The squared norm of the loss's own gradient is a part of the loss."""
 
@@ -325,40 +194,6 @@ def gradient_penalty_on_parameters():
         return plain + sum(slope.square().sum() for slope in slopes)
 
     return layers(8, 16, 16, 2), loss
-
-
-CASES = {
-    "GPT-2, tied embeddings": gpt2,
-    "GPT-2, checkpointed": lambda: gpt2_checkpointed(use_reentrant=False),
-    "GPT-2, reentrant checkpointing": lambda: gpt2_checkpointed(use_reentrant=True),
-    "GPT-2, bfloat16 autocast": gpt2_in_bfloat16,
-    "BERT, tied embeddings": lambda: on_tokens(transformers.BertForMaskedLM(bert_config())),
-    "BERT, unused pooler": bert_with_unused_pooler,
-    "T5": t5,
-    "Llama, grouped queries": llama,
-    "Mixtral": mixtral,
-    "experts without rows": mixture_of_experts,
-    "ViT": vit,
-    "ResNet": resnet,
-    "U-Net": lambda: on_features(UNet(), 2, 3, 8, 8),
-    "DenseNet": lambda: on_features(nn.Sequential(DenseBlock(), nn.Linear(24, 8), DenseBlock(), nn.Linear(24, 2))),
-    "LSTM": lstm,
-    "unrolled cell": lambda: on_features(Unrolled(), 3, 5, 4),
-    "siamese": siamese,
-    "generator": generator_through_frozen_discriminator,
-    "discriminator": discriminator_of_real_and_generated,
-    "adapters": adapters,
-    "checkpoint": lambda: checkpointed_blocks(use_reentrant=False),
-    "reentrant checkpoint": lambda: checkpointed_blocks(use_reentrant=True),
-    "checkpoint outside": lambda: checkpointed_from_outside(use_reentrant=False),
-    "reentrant checkpoint outside": lambda: checkpointed_from_outside(use_reentrant=True),
-    "shared checkpointed block": lambda: shared_block(use_reentrant=False),
-    "normalized weights": normalized_weights,
-    "sparse embedding": sparse_embedding,
-    "bfloat16 parameters": bfloat16_parameters,
-    "gradient penalty on inputs": gradient_penalty_on_inputs,
-    "gradient penalty on parameters": gradient_penalty_on_parameters,
-}
 
 
 # -- cutting, and comparing bit for bit
@@ -402,6 +237,27 @@ def cuts(total: int) -> list[int]:
     return [round(number * total / (NUM_CUTS - 1)) for number in range(NUM_CUTS)]
 
 
+CASES = {
+    "GPT-2, bfloat16 autocast": gpt2_in_bfloat16,  # tied embeddings, and casts that are shared
+    "GPT-2, reentrant checkpointing": gpt2_checkpointed,
+    "experts without rows": mixture_of_experts,
+    "U-Net": lambda: on_features(UNet(), 2, 3, 8, 8),
+    "LSTM": lstm,
+    "siamese": siamese,
+    "adapters": adapters,
+    "reentrant checkpoint outside": checkpointed_from_outside,
+    "shared checkpointed block": lambda: on_features(SharedBlock()),
+    "normalized weights": normalized_weights,
+    "sparse embedding": sparse_embedding,
+    "gradient penalty on parameters": gradient_penalty_on_parameters,
+}
+
+
+def of_slow(names):
+    """Those that load transformers are slow."""
+    return [pytest.param(name, marks=pytest.mark.slow if name.startswith("GPT-2") else ()) for name in names]
+
+
 def bits(gradient: Tensor | None) -> bytes | None:
     if gradient is None:
         return None
@@ -439,9 +295,9 @@ def build(case: Callable):
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["no gradients before", "gradients before"])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("case", of_slow(CASES))
 def test_gradients_are_those_of_plain_backward_at_every_cut_and_in_the_next_whole_step(case, before):
-    (module, loss), (plain, plain_loss) = build(case), build(case)
+    (module, loss), (plain, plain_loss) = build(CASES[case]), build(CASES[case])
     ours, theirs = Cutter(module), Cutter(plain)
     staged = StagedBackward(module)
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9) for net in (module, plain)]
@@ -473,9 +329,9 @@ def test_gradients_are_those_of_plain_backward_at_every_cut_and_in_the_next_whol
     assert any(any(gradient) for gradient in full.values() if gradient)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("case", of_slow(CASES))
 def test_every_gradient_is_shown_by_one_stage_with_the_value_that_it_keeps(case):
-    (module, loss), (plain, plain_loss) = build(case), build(case)
+    (module, loss), (plain, plain_loss) = build(CASES[case]), build(CASES[case])
     plain_loss(plain).backward()
     full = {name: gradient for name, gradient in gradients(plain).items() if gradient is not None}
     shown: list[tuple[str, bytes | None]] = []
@@ -491,7 +347,7 @@ def test_every_gradient_is_shown_by_one_stage_with_the_value_that_it_keeps(case)
         assert sorted(shown) == sorted(full.items())
 
 
-@pytest.mark.parametrize("case", ["GPT-2, checkpointed", "GPT-2, reentrant checkpointing", "checkpoint", "U-Net"])
+@pytest.mark.parametrize("case", of_slow(["GPT-2, reentrant checkpointing", "shared checkpointed block", "U-Net"]))
 def test_stop_in_any_call_of_a_module_even_one_that_computes_again_keeps_whole_gradients_only(case):
     (module, loss), (plain, plain_loss) = build(CASES[case]), build(CASES[case])
     plain_loss(plain).backward()
@@ -521,15 +377,6 @@ def test_stop_in_any_call_of_a_module_even_one_that_computes_again_keeps_whole_g
         num_kept.add(len(kept))
     assert 0 in num_kept
     assert len(num_kept) > 1
-
-
-@pytest.mark.parametrize("after", [None, 9])
-def test_shared_weights_under_reentrant_checkpointing_are_refused_by_name(after):
-    module, loss = build(lambda: shared_block(use_reentrant=True))
-    cutter = Cutter(module)
-    staged = StagedBackward(module)
-    with pytest.raises(RuntimeError, match=r"parameter 1\.block\.\S+ got a gradient twice .* use_reentrant=False"):
-        take_step(staged, cutter, loss, after)
 
 
 # -- several passes, several models
@@ -564,8 +411,9 @@ ACCUMULATING = {
 
 
 @pytest.mark.parametrize("granularity", ["stage", "microbatch"])
-@pytest.mark.parametrize(("case", "losses"), ACCUMULATING.values(), ids=ACCUMULATING.keys())
-def test_late_step_of_several_passes_keeps_those_and_the_layers_that_it_finished(case, losses, granularity):
+@pytest.mark.parametrize("name", of_slow(ACCUMULATING))
+def test_late_step_of_several_passes_keeps_those_and_the_layers_that_it_finished(name, granularity):
+    case, losses = ACCUMULATING[name]
     (module, _), (plain, _) = build(case), build(case)
     ours, theirs = Cutter(module), Cutter(plain)
     staged = StagedBackward(module, granularity=granularity)
@@ -707,22 +555,11 @@ def compiled_blocks(**options):
     return module, loss
 
 
-def wrapped_blocks(**options):
-    """As `torch.compile` returns them, with parameters of other names."""
-    module, loss = build(residual)
-    return nn.Sequential(module[0], *[torch.compile(block, **options) for block in module[1:-1]], module[-1]), loss
-
-
 def compiled_in_place(**options):
     """The entire model is compiled; backward then is one node of the graph, and all gradients come at its end."""
     module, loss = build(gpt2_in_one_graph)
     module.compile(**options)
     return module, loss
-
-
-def compiled_whole(**options):
-    module, loss = build(gpt2_in_one_graph)
-    return torch.compile(module, **options), loss
 
 
 def compiled_by_the_loop(**options):
@@ -734,9 +571,7 @@ def compiled_by_the_loop(**options):
 
 COMPILED = {
     "blocks in place": compiled_blocks,
-    "blocks wrapped": wrapped_blocks,
     "model in place": compiled_in_place,
-    "model wrapped": compiled_whole,
     "by the loop": compiled_by_the_loop,
 }
 
