@@ -214,7 +214,7 @@ NOT_HERE = {
 TABLES = (
     *(one.says for module in MODULES for table in vars(module).values() for one in cases_of(table)),
     *test_advice_on_values.VALUES,
-    *test_advice_on_values.LAB,
+    *test_advice_on_values.ARGUMENTS,
     *test_advice_of_commands.COMMANDS,
     *test_advice_of_runs.SAYS,
 )

@@ -5,7 +5,6 @@ import torch
 from telemetry_rows import row_of
 from torch import nn
 
-from straggle import Merge
 from straggle.merge.fingerprint import digest
 from straggle.merge.fingerprint import fingerprint as fingerprint_of
 from straggle.merge.table import Table
@@ -63,11 +62,6 @@ def test_fingerprint_is_that_of_the_values_wherever_they_lie():
     others = [values.to(memory_format=torch.channels_last), shifted[1:].view(values.shape)]
     assert [fingerprint([other]) for other in others] == [fingerprint([values])] * 2
     assert torch.equal(shifted, as_it_was)
-
-
-def test_negative_number_of_steps_is_refused():
-    with pytest.raises(ValueError, match="check_every=-1"):
-        Merge(check_every=-1)
 
 
 def test_parameters_of_any_module_have_a_fingerprint():

@@ -79,8 +79,3 @@ def test_expanded_tensor_that_has_the_elements_already_is_left_alone():
     mine = torch.ones(1).expand(3)
     set_bytes(mine, bytes_of(torch.ones(3)))
     assert mine._version == 0
-
-
-def test_sparse_tensor_is_refused():
-    with pytest.raises(ValueError, match=r"of layout torch\.sparse_coo"):
-        bytes_of(torch.eye(3).to_sparse())

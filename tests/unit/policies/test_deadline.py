@@ -69,31 +69,6 @@ def test_without_a_deadline_nobody_is_late():
     assert WaitForAll().decide(history([[1.0]], 10**6)) == math.inf
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: FixedDeadline(0.0), "budget_s=0.0"),
-        (lambda: FixedDeadline(NAN), "budget_s=nan"),
-        (lambda: FixedDeadline(1.0, warmup_steps=-1), "warmup_steps=-1"),
-        (lambda: QuantileDeadline(1.1), "q=1.1"),
-        (lambda: QuantileDeadline(0.5, 0.9), "slack=0.9"),
-        (lambda: QuantileDeadline(0.5, window=0), "window=0"),
-        (lambda: QuantileDeadline(0.5, warmup_steps=0), "warmup_steps=0"),
-        (lambda: LateHandling(quorum=0), "quorum=0"),
-        (lambda: LateHandling(max_lag=-1), "max_lag=-1"),
-        (lambda: LateHandling(max_lag=1.5), "max_lag=1.5"),
-        (lambda: LateHandling(grace_s=-0.1), "grace_s=-0.1"),
-        (lambda: LateHandling(grace_s=NAN), "grace_s=nan"),
-        (lambda: LateHandling(give_up_s=math.inf), "give_up_s=inf"),
-        (lambda: LateHandling(give_up_s=0.5), "give_up_s=0.5"),
-        (lambda: LateHandling(quorum=5).quorum_of(4), "quorum=5: there are only 4 ranks"),
-    ],
-)
-def test_number_out_of_range_is_refused_with_its_value(make, words):
-    with pytest.raises(ValueError, match=words):
-        make()
-
-
 def test_quorum_is_half_of_the_ranks_but_at_least_one():
     assert [LateHandling().quorum_of(size) for size in (1, 2, 3, 4, 5, 8)] == [1, 1, 1, 2, 2, 4]
     assert LateHandling(quorum=3).quorum_of(4) == 3
@@ -131,12 +106,6 @@ def test_deadline_is_a_policy_or_seconds_or_nothing():
     assert as_deadline(policy) is policy
     assert isinstance(as_deadline(None), WaitForAll)
     assert as_deadline(2).budget_s == 2.0
-
-
-@pytest.mark.parametrize("wrong", ["1", True, [1.0], FixedDeadline])
-def test_anything_else_is_no_deadline(wrong):
-    with pytest.raises(TypeError, match=r"give a straggle\.Deadline, a number of seconds, or None"):
-        as_deadline(wrong)
 
 
 def fill(window, count, start=0):

@@ -87,22 +87,6 @@ def test_sgds_buffer_is_scaled_to_a_mean(dampening, parameter):
     torch.testing.assert_close(estimator.substitute(parameter), expected)
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: LastOwn(1.5), "weight=1.5"),
-        (lambda: LastMerged(-0.1), "weight=-0.1"),
-        (lambda: MovingAverage(1.0), "decay=1.0"),
-        (lambda: MovingAverage(weight=2), "weight=2"),
-        (lambda: OptimizerMomentum(torch.optim.SGD(nn.Linear(1, 1).parameters(), momentum=0.9), 2), "weight=2"),
-        (lambda: OptimizerMomentum(torch.optim.SGD(nn.Linear(1, 1).parameters())), "SGD keeps no momentum: use Adam"),
-    ],
-)
-def test_number_out_of_range_is_refused_with_its_value(make, words):
-    with pytest.raises(ValueError, match=words):
-        make()
-
-
 def test_an_estimator_is_shown_merged_gradients_where_it_observes_them_in_whichever_way():
     by_attribute, seen = Abstain(), []
     by_attribute.observe = lambda parameter, gradient, *, merged: seen.append((parameter, gradient, merged))
