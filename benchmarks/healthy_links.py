@@ -67,7 +67,7 @@ def train(rank, names, folder, options):
     torch.manual_seed(0)
     members = straggle.Elastic() if options["members"] else None
     net = sleeping_net(WIDTH, LAYERS, WORK_S)
-    model = straggle.StagedDataParallel(net, members=members)
+    model = straggle.StagedDataParallel(net, members=members, links=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     if members:
         model.register_state(optimizer=optimizer)

@@ -49,19 +49,18 @@ from straggle.stuck.wing import StuckWatch
 
 @dataclass(frozen=True)
 class OptionalParts:
-    """The wings of a model; ``members``: ``None`` if ranks cannot leave."""
+    """The wings of a model; ``None``: ``pings`` if links are not measured, ``members`` if ranks cannot leave."""
 
     replay: Replay
     pulling: Pulling
-    pings: JobPings
+    pings: JobPings | None
     stuck: StuckWatch
     members: Members | None
 
     def all_of_them(self) -> Wings:
         """As the core has them: in each phase they come in this order."""
-        members = [] if self.members is None else [self.members]
-        pings = [self.pings] if self.pings.has_peers else []
-        return Wings(self.replay, self.pulling, *pings, *members, self.stuck)
+        asked_for = [wing for wing in (self.pings, self.members) if wing is not None]
+        return Wings(self.replay, self.pulling, *asked_for, self.stuck)
 
 
 @dataclass(frozen=True)
@@ -124,11 +123,16 @@ def build(
     else:
         source, channel = ReplicatedSource(module), _meet(module, wrapped, options, process_group, members)
         replica = Replica.of_one_rank(channel)
+    if measures := bool(options.of_wings["links"]) and channel.world_size > 1:
+        channel.widen()
     state = ModuleState(module, options.merge.buffers, channel.rank, source.slots[0].device)
     rank = rank_parts(module, options, source, channel, replica, state)
     member = Members(rank, channel) if isinstance(channel, ElasticChannel) else None
     stuck = StuckWatch(rank, registers, options.late_handling.stuck_after_s)
-    wings = _wings(rank, member, stuck, merged_bytes=bytes_on_wire(source.slots, options.merge.dtype_on_wire))
+    pings = None
+    if measures:
+        pings = _pings(rank, member, merged_bytes=bytes_on_wire(source.slots, options.merge.dtype_on_wire))
+    wings = OptionalParts(Replay(rank, channel), Pulling(rank), pings, stuck, member)
     parts = model_parts(options, source, rank, state, wings.all_of_them(), registers)
     wings.pulling.attach(parts.opened)
     drops = _drop_log(module, rank, options, may_be_lowest=member is not None or rank.replica.place == 0)
@@ -138,15 +142,14 @@ def build(
     return built
 
 
-def _wings(rank: RankParts, members: Members | None, stuck: StuckWatch, *, merged_bytes: int) -> OptionalParts:
-    pings = JobPings(
+def _pings(rank: RankParts, members: Members | None, *, merged_bytes: int) -> JobPings:
+    return JobPings(
         rank,
         merged_bytes=merged_bytes,
         begins=members is not None and members.comes_late,
         out=frozenset if members is None else members.put_out_ranks,
         on_long=_nothing if members is None else members.member.judge_long_merge,
     )
-    return OptionalParts(Replay(rank, rank.channel), Pulling(rank), pings, stuck, members)
 
 
 def _nothing(_links: Sequence[RankLink]) -> None:

@@ -80,7 +80,8 @@ class StagedDataParallel(nn.Module):
     ``mesh=mesh["dp_replicate"]`` here). ``late_handling``: how a late rank is treated. ``merge``: how buffers and
     non-finite gradients are merged, how gradients are weighted, and how often replicas are compared. ``members``: ranks
     may die, freeze and come back while the others go on (`Elastic`; default: the job ends with the first that does).
-    Parameters and buffers are overwritten with rank 0's.
+    ``links``: whether ranks measure the links between them by small pings, each on a port of its own (default: if there
+    are ``members``). Parameters and buffers are overwritten with rank 0's.
 
     Raises ``RuntimeError`` without a process group, and ``ValueError`` for modules that cannot be trained like this:
     without trainable parameters, with sparse gradients, ``SyncBatchNorm`` or sharded parameters, wrapped already, or if
@@ -99,6 +100,7 @@ class StagedDataParallel(nn.Module):
         late_handling: LateHandling | None = None,
         merge: Merge | None = None,
         members: Elastic | None = None,
+        links: bool | None = None,
         **ddp_kwargs: NoReturn,
     ) -> None:
         super().__init__()
@@ -112,7 +114,7 @@ class StagedDataParallel(nn.Module):
             self.estimator,
             late_handling or LateHandling(),
             merge or Merge(),
-            {"members": members},
+            {"members": members, "links": members is not None if links is None else links},
             own_group=mesh is not None or (process_group is not None and process_group is not dist.group.WORLD),
             sharded=mesh is not None or (members is not None and any(map(is_sharded, module.parameters()))),
         )
@@ -436,15 +438,10 @@ class StagedDataParallel(nn.Module):
         self._channel.end_pause()
         self.resume()
 
-    def stop_pings(self) -> None:
-        """Measure no links from here on, and answer no pings; called before the first step, no port is opened."""
-        if self._of_the_job:
-            self._pings.close()
-
     @property
     def ping_bytes(self) -> int:
-        """Bytes that this rank has sent to measure its links."""
-        return self._pings.num_bytes if self._of_the_job else 0
+        """Bytes that this rank has sent to measure its links; 0 if it does not (``links``)."""
+        return self._pings.num_bytes if self._of_the_job and self._pings is not None else 0
 
     def close(self) -> None:
         """Remove all hooks and end the stand-in; the module stays usable by itself."""

@@ -44,10 +44,10 @@ class Timings:
     time it entered the step.
     ``unit_s``, of shape (steps, ranks, units), is when each unit of its gradients was done, from then on.
     ``unit_share``, of the same shape, is the unit's share of the gradients. Stages are the last units; ``stage_share``
-    is each stage's share of the model. ``slow_links`` are those of the entire run. ``pulled``: the ranks drew the
-    micro-batches of these steps from pools. If a model is sharded, the ranks here are ``replicas``, but not if it was
-    watched: ``job`` is then its kind (`Job.kind`), ``replica_ranks`` how many ranks have one copy of the model, and
-    ``unknown`` what the files do not tell.
+    is each stage's share of the model. ``slow_links`` are those of the entire run, if it ``knows_links``. ``pulled``:
+    the ranks drew the micro-batches of these steps from pools. If a model is sharded, the ranks here are ``replicas``,
+    but not if it was watched: ``job`` is then its kind (`Job.kind`), ``replica_ranks`` how many ranks have one copy of
+    the model, and ``unknown`` what the files do not tell.
     """
 
     source: Path
@@ -63,6 +63,7 @@ class Timings:
     stage_share: Array
     late: NDArray[np.bool_]
     slow_links: tuple[LinkSpell, ...] = ()
+    knows_links: bool = False
     pulled: bool = False
     replicas: Replicas = field(default_factory=Replicas)
     job: str = "DDP"
@@ -293,6 +294,7 @@ def _of_reports(path: Path, reports: list[StepReport]) -> Timings:
             ((report.step, links_of(report), report.seconds) for report in reports),
             num_bytes=4 * sum(stage.numel for stage in stages),
         ),
+        knows_links=any(link.is_known for link in links_of(reports[-1])),
         pulled=any(report.pool_parts for report in reports),
         replicas=Replicas.of(reports),
     )

@@ -254,6 +254,11 @@ def _of_sharded(slowness: Slowness, timings: Timings) -> str:
     )
 
 
+_WHOSE_LINK = (
+    " Whether it is one rank's link, straggle.StagedDataParallel(model, links=True) measures, waiting for all."
+)
+
+
 def _summed_up(slowness: Slowness, timings: Timings) -> Iterator[str]:
     if slowness.ranks:
         yield (
@@ -275,6 +280,7 @@ def _summed_up(slowness: Slowness, timings: Timings) -> Iterator[str]:
         share = f"{slowness.network_s / slowness.step_s:.0%} of a step ({ms(slowness.network_s)}) is"
         yield (
             f"{share} the network: it comes after the slowest rank's own work, and no deadline changes it."
+            f"{_WHOSE_LINK * (timings.num_ranks > 2 and not timings.knows_links)}"
             if timings.is_predictable
             else f"{share} not the slowest rank's own work: the network, and its own waits for others."
         )

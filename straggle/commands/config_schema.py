@@ -93,7 +93,7 @@ class Train(_Checked):
     report: bool = MISSING
     checkpoint_every: int = MISSING
     collect_garbage_every: int = MISSING
-    pings: bool = MISSING
+    links: bool | None = MISSING
     stages: Any = MISSING
     workload: Any = MISSING
     deadline: Any = MISSING

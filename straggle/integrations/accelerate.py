@@ -34,7 +34,8 @@ _DDP_KINDS = ("MULTI_CPU", "MULTI_GPU")
 
 
 class StagedAccelerator(Accelerator):
-    """``accelerate.Accelerator``; it also takes ``stages``, ``deadline``, ``estimator``, ``late_handling``, ``merge``.
+    """``accelerate.Accelerator``; it also takes ``stages``, ``deadline``, ``estimator``, ``late_handling``, ``merge``
+    and ``links``.
 
     A model that is prepared for training on several processes is a `StagedDataParallel`; on one process nothing
     changes.

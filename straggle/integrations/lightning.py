@@ -48,7 +48,8 @@ _LOGS = _ResultMetric.update.__code__
 
 
 class StagedStrategy(DDPStrategy):
-    """``DDPStrategy``; it also takes ``stages``, ``deadline``, ``estimator``, ``late_handling`` and ``merge``.
+    """``DDPStrategy``; it also takes ``stages``, ``deadline``, ``estimator``, ``late_handling``, ``merge`` and
+    ``links``.
 
     With automatic optimization, one optimizer step is one `Step` with all its micro-batches. A late rank's training
     step or backward pass ends early, and all hooks are called as usual, with merged gradients. The output of a training

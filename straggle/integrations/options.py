@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from straggle.parallel import StagedDataParallel
 from straggle.step import Step
 
-OPTIONS = ("stages", "deadline", "estimator", "late_handling", "merge")
+OPTIONS = ("stages", "deadline", "estimator", "late_handling", "merge", "links")
 
 
 def take_options(words: dict[str, Any]) -> dict[str, Any]:

@@ -36,8 +36,8 @@ _NO_TOKENS = 1e-6  # tokens of a rank whose labels are all masked: its gradients
 class StagedTrainerMixin:
     """Makes a class derived from ``Trainer`` train with `StagedDataParallel`: ``class My(StagedTrainerMixin, Base)``.
 
-    It takes ``stages``, ``deadline``, ``estimator``, ``late_handling`` and ``merge`` as `StagedDataParallel` does. With
-    one process, or without a process group, it behaves like the base class.
+    It takes ``stages``, ``deadline``, ``estimator``, ``late_handling``, ``merge`` and ``links`` as
+    `StagedDataParallel` does. With one process, or without a process group, it behaves like the base class.
 
     What differs from the base class on several processes:
 

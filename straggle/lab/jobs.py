@@ -197,8 +197,6 @@ class StagedJob(Job):
         replica: DeviceMesh | None = None,
     ) -> None:
         super().__init__(config, workload, device, replica)
-        if not config.get("pings", True):
-            self.model.stop_pings()
         self._stop = stop
         every = config.get("collect_garbage_every") or 0
         self._garbage = CollectGarbage(self.model, every=every) if every else None
@@ -247,6 +245,7 @@ class StagedJob(Job):
             late_handling=instantiate(config.late_handling),
             merge=instantiate(config.merge),
             members=build_members(config, dist.get_world_size() // self.ranks_per_replica),
+            links=config.get("links"),
             mesh=None if self.mesh is None or config.get("members") else self.mesh["dp_replicate"],
         )
 

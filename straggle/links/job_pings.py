@@ -43,11 +43,6 @@ class JobPings(Wing):
         )
 
     @property
-    def has_peers(self) -> bool:
-        """Whether there is anything to measure."""
-        return self._rank.channel.world_size > 1
-
-    @property
     def num_bytes(self) -> int:
         """Bytes that were sent for it."""
         return self._pings.num_bytes

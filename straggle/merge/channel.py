@@ -13,6 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -91,6 +92,7 @@ class Channel:
     """
 
     groups_change = False
+    _groups: ProcessGroups
 
     def __init__(
         self, process_group: dist.ProcessGroup | None, *, give_up_s: float, names: Sequence[int] | None = None
@@ -114,7 +116,8 @@ class Channel:
         self.own_failure: Callable[[], str | None] = _none  # why peers may have given up, if this rank's device hangs
         self._gloo_groups: list[Any] = []
         self._job_groups: list[JobGroup] = []  # that torch.distributed knows
-        corner = self._meet(parent)
+        self._can_widen = False  # whether a group could have more messages on their way than the one for gradients
+        self._corner = corner = self._meet(parent)
         store = default_store()
         self.store = JobStore(
             partial(self._connect, store, corner),  # a connection of its own to this model's part of the store
@@ -144,31 +147,43 @@ class Channel:
             if not (why := why_not_all(ranks, ranks[self.rank], self.patience.outside_s)):
                 return self._form(ranks, backend_of(parent))
         except RuntimeError as error:
-            raise PeerFailed(
-                f"rank {self.name}, before step 0: no process groups of ranks {ranks} within "
-                f"{self.patience.words('inside')}: one has ended, hangs, or cannot be reached, or is in another number "
-                "of process groups than its peers, by which torch names new ones"
-            ) from error
+            raise self._without_groups(ranks) from error
         raise PeerFailed(
             f"rank {self.name}, before step 0: {why}; each of ranks {ranks} has to wrap the model, {limit}"
+        )
+
+    def widen(self) -> None:
+        """Form the group that takes over when a link becomes slow (`ProcessGroups.wide`); all ranks together."""
+        if not self._can_widen:
+            return
+        try:
+            wide = self._gloo_group(f"{self._corner}/wide", MESSAGES_AT_A_TIME)
+        except RuntimeError as error:
+            raise self._without_groups(self.names) from error
+        self._groups = replace(self._groups, wide=wide)
+
+    def _without_groups(self, ranks: Iterable[int]) -> PeerFailed:
+        return PeerFailed(
+            f"rank {self.name}, before step 0: no process groups of ranks {[*ranks]} within "
+            f"{self.patience.words('inside')}: one has ended, hangs, or cannot be reached, or is in another number "
+            "of process groups than its peers, by which torch names new ones"
         )
 
     def _form(self, ranks: Sequence[int], backend: str) -> str:
         limit_s = self.patience.outside_s
         timeout = timedelta(seconds=self.give_up_s)  # all ranks are there
         control = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True, group_desc=OWN_GROUP)
-        corner, wide = f"straggle/{control.group_name}", None
+        corner = f"straggle/{control.group_name}"
         if backend == "gloo":
             number = messages_at_a_time(JobGroup(control), self.world_size)
             data: Group = self._gloo_group(f"{corner}/data", number)
-            if number < MESSAGES_AT_A_TIME:
-                wide = self._gloo_group(f"{corner}/wide", MESSAGES_AT_A_TIME)
+            self._can_widen = number < MESSAGES_AT_A_TIME
         else:
             data = QueuedGroup.formed(ranks, limit_s, backend)
             self._job_groups.append(data)
         self._job_groups.append(of_hosts := JobGroup(control))
         of_hosts.limit(limit_s + MORE_S)
-        self._groups = ProcessGroups(data, of_hosts, tuple(range(self.world_size)), wide)
+        self._groups = ProcessGroups(data, of_hosts, tuple(range(self.world_size)))
         return corner
 
     def _gloo_group(self, corner: str, number: int) -> Group:

@@ -235,6 +235,12 @@ def _waiting(numbers: RunNumbers) -> Iterator[str]:
         )
 
 
+_UNEXPLAINED = {
+    True: "no link was known to be slow then, and a busy machine does that, too",
+    False: "a busy machine does that, too, and StagedDataParallel(links=True) measures whose link is slow",
+}
+
+
 def _network(run: Run) -> Iterator[str]:
     spells = run.slow_links
     share = float(np.nansum(run.network_s) / np.nansum(run.seconds)) if np.nansum(run.seconds) else 0.0
@@ -245,11 +251,7 @@ def _network(run: Run) -> Iterator[str]:
     if (long := long_merges(run.step, run.network_s)) is not None:
         then = [spell for spell in spells if spell.slow.since_step <= long.longest_step]
         then = [spell for spell in then if spell.until_step is None or long.longest_step <= spell.until_step]
-        why = (
-            f"rank {then[0].slow.rank}'s link was slow then"
-            if then
-            else "no link was known to be slow then, and a busy machine does that, too"
-        )
+        why = f"rank {then[0].slow.rank}'s link was slow then" if then else _UNEXPLAINED[run.knows_links]
         yield (
             f"In {_steps(long.number, run.num_steps)} the merge took {TIMES:g} times as long on the network as usual "
             f"({ms(long.usual_s)}) or longer, though all ranks had submitted: at most {ms(long.longest_s)}, in step "

@@ -83,6 +83,11 @@ class Run:
         return int(self.ranks["late"].shape[1])
 
     @property
+    def knows_links(self) -> bool:
+        """Whether the ranks measured their links."""
+        return bool(np.isfinite(self.ranks["latency_s"]).any())
+
+    @property
     def slow_links(self) -> tuple[LinkSpell, ...]:
         """Whose link was slow, and when."""
         of = [self.ranks[name].tolist() for name in _LINK]

@@ -26,7 +26,7 @@ def train(rank: int, names: list[str], folder: Path, num_steps: int) -> int:
     enter(names[rank])
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 512))
-    with staged(model) as wrapped, TraceWriter(folder / f"{rank}" / "trace.jsonl") as trace:
+    with staged(model, links=True) as wrapped, TraceWriter(folder / f"{rank}" / "trace.jsonl") as trace:
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
         for _ in range(num_steps):
             with wrapped.step():

@@ -150,7 +150,7 @@ def test_view_names_absent_ranks_and_says_when_the_members_change() -> None:
         (["delays=none"], "unknown key delays; valid keys: steps"),
         (["members=elastic", "members.suspect_s=0"], "suspect_s=0: must be a finite number of seconds, at least 0.5"),
         (["members=elastic", "members.absence_gain=0.5"], "absence_gain=0.5: must be a number, at least 1"),
-        (["pings=maybe"], "pings: Value 'maybe' is not a valid bool"),
+        (["links=maybe"], "links: Value 'maybe' is not a valid bool"),
         (
             ["members=elastic", "members.foo=1"],
             "unknown key members.foo; members has min_ranks, suspect_s, absence_gain",

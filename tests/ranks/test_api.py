@@ -72,7 +72,7 @@ def test_public_names_are_pinned():
     [
         (
             StagedDataParallel,
-            "module *process_group *mesh *stages *deadline *estimator *late_handling *merge *members ddp_kwargs",
+            "module *process_group *mesh *stages *deadline *estimator *late_handling *merge *members *links ddp_kwargs",
         ),
         (StagedDataParallel.step, "self num_microbatches *optimizer"),
         (straggle.StagedBackward, "module *stages *on_stage *estimator *granularity *clock"),

@@ -150,6 +150,7 @@ def momentum(rate):
 DIFFERENT = [
     ({"stages": 2}, {"stages": 3}, "stages differs between ranks: rank 1 has 3 where rank 0 has 2"),
     ({}, {"stages": ["0", "2"]}, "stages differs between ranks: rank 1 has ['0', '2'] where rank 0 has None"),
+    ({}, {"links": True}, "links differs between ranks: rank 1 has True where rank 0 has False"),
     (
         {"stages": BalancedByTime(2)},
         {"stages": BalancedByTime(3)},

@@ -9,6 +9,7 @@ import re
 import textwrap
 
 import numpy as np
+import pages
 import pytest
 from watched import NETWORK_S, NUM_STAGES, STAGES, USUAL, a_rank, when, write_trace, write_watch
 
@@ -356,3 +357,17 @@ def test_configuration_that_cannot_be_read_is_told_with_its_file(text, tmp_path)
 def test_trace_of_a_run_that_dropped_micro_batches_is_judged_by_its_stages(tmp_path):
     (tmp_path / "config.yaml").write_text("late_handling: {granularity: microbatch, grace_s: 0.5}\n")
     assert configured_late_handling(tmp_path) == LateHandling(granularity="stage", grace_s=0.5)
+
+
+WHOSE = "Whether it is one rank's link, straggle.StagedDataParallel(model, links=True) measures"
+USUAL_LINK = {"latency_s": 0.0005, "up_bytes_per_s": 20e6, "down_bytes_per_s": 20e6}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "links", "says"), [(4, {}, True), (4, USUAL_LINK, False), (2, {}, False)], ids=["", "measured", "two"]
+)
+def test_share_of_the_network_is_told_with_what_would_measure_links_if_nothing_has(ranks, links, says, tmp_path):
+    steps = [pages.a_step(n, [pages.a_rank(r, **links) for r in range(ranks)], seconds=2.0) for n in range(40)]
+    told = " ".join(str(answer(pages.write_run(tmp_path, steps))).split())
+    assert "is the network: it comes after the slowest rank's own work" in told
+    assert (WHOSE in told) is says

@@ -191,6 +191,31 @@ def test_advice_names_the_slow_rank_the_stuck_one_and_the_bias(tmp_path: Path) -
     assert "Stages near the input get less" in told
 
 
+USUAL = {"latency_s": 0.0005, "up_bytes_per_s": 20e6, "down_bytes_per_s": 20e6}
+
+
+@pytest.mark.parametrize(
+    ("of_rank_2", "says"),
+    [
+        ({"up_bytes_per_s": 1e6}, "rank 2's link was slow then"),
+        ({}, "no link was known to be slow then, and a busy machine does that, too"),
+        (
+            dict.fromkeys(USUAL, math.nan),
+            "does that, too, and StagedDataParallel(links=True) measures whose link is slow",
+        ),
+    ],
+    ids=["a slow link", "links as usual", "not measured"],
+)
+def test_merge_that_took_long_is_told_with_what_is_known_of_links(
+    tmp_path: Path, of_rank_2: dict[str, float], says: str
+) -> None:
+    links = [USUAL, USUAL, USUAL | of_rank_2] if len(of_rank_2) < 3 else [of_rank_2] * 3
+    ranks = [a_rank(number, **link) for number, link in enumerate(links)]
+    big = tuple(dataclasses.replace(stage, numel=10**6) for stage in STAGES)
+    steps = [a_step(step, ranks, stages=big, network_s=9.0 if step == 30 else 0.05) for step in range(40)]
+    assert any(says in sentence for sentence in sentences(tmp_path, steps))
+
+
 def test_advice_says_nothing_of_a_run_of_one_rank(tmp_path: Path) -> None:
     assert sentences(tmp_path, (a_step(step, [a_rank(0)]) for step in range(20))) == []
 
