@@ -9,6 +9,8 @@ from typing import Any
 from straggle.members.in_replica import ALONE, InReplica
 from straggle.members.view import Seal, View
 
+_VERSIONS = ("straggle", "torch")  # of which the options and the state of a job are
+
 
 class Refused(ValueError):
     """The members do not let this rank in: its model or its options differ from theirs."""
@@ -107,7 +109,8 @@ def _refusal(ours: str, theirs: str) -> str:
     if ours == theirs:
         return ""
     own, other = json.loads(ours), json.loads(theirs)
-    for name, described in own.items():
-        if other.get(name) != described:
-            return f"{name} is not that of the job: its members have {described}, and this rank has {other.get(name)}"
+    for name in (*_VERSIONS, *own):
+        if (described := own.get(name)) != (told := other.get(name)):
+            what = f"the version of {name}" if name in _VERSIONS else name
+            return f"{what} is not that of the job: its members have {described}, and this rank has {told}"
     return "it has options that the job's members do not have"

@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 
+import torch
+
 from straggle.members.elastic import ElasticChannel, MetAnew
 from straggle.members.view import Elastic
 from straggle.merge.alike import Wrapped
@@ -27,7 +29,8 @@ def meet_members(
     that are a member together with this one.
     """
     channel = ElasticChannel(elastic, give_up_s=give_up_s, of_replica=of_replica)
-    in_common = {**asdict(wrapped), "straggle": __version__}
+    versions = {"straggle": __version__, "torch": torch.__version__.partition("+")[0]}  # of a state that is given
+    in_common = {**asdict(wrapped), **versions}
     channel.membership.joins.description = json.dumps(in_common, sort_keys=True)
     try:
         while not channel.comes_late and not _become_alike(channel, make_alike):

@@ -1,26 +1,24 @@
-"""What one rank sends another so that it can go on from there: a training state as JSON and bytes, without pickle.
+"""What one rank sends another so that it can go on from there: a training state, without pickle's dangers.
 
-The header describes the state. What JSON can express stands for itself; everything else is a list that begins with its
-kind: ``["tuple", ...]``, ``["dict", [key, value], ...]``, ``["tensor", dtype, shape, stride, offset, nbytes]``. The
-receiver builds only the kinds in `_build`: a header can name no class and no function.
+The header is what `torch.save` makes of the state without its tensors, and `torch.load` with ``weights_only`` reads it:
+it can name no class and no function but those that torch holds to be safe. The tensors' bytes follow in one piece.
 """
 
 from __future__ import annotations
 
-import json
+import io
 import math
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from reprlib import repr as in_short
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-Node: TypeAlias = Any  # of JSON
 Path: TypeAlias = "tuple[str | int, ...]"
+Form: TypeAlias = "tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]"  # of a tensor: its shape and its strides
 
 MAX_DEPTH = 50  # lists in dicts in tuples
 CHUNK_BYTES = 2**18, 2**24  # size of the first chunks, and the largest size; each chunk may take the group's time limit
@@ -28,67 +26,59 @@ CHUNK_BYTES = 2**18, 2**24  # size of the first chunks, and the largest size; ea
 _NUM_CHUNKS = 256  # chunks of a state if the network's latency is short beside a chunk
 _OUTWEIGHS = 4.0  # a chunk is to take so many times the latency
 
-_MAGIC = int.from_bytes(b"straggl\x03", "big")  # the last byte is the version
+_MAGIC = int.from_bytes(b"straggl\x04", "big")  # the last byte is the version
 _TAG = 0x5747
-_NAMES = (
-    "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex32 complex64 "
-    "complex128 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2"
-)
-_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.split()}
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_SEQUENCES: dict[Any, str] = {list: "list", tuple: "tuple", torch.Size: "tuple"}
-# for MultiStepLR, which keeps a Counter and fails with a plain dict
-_MAPPINGS: dict[Any, str] = {dict: "dict", OrderedDict: "dict", Counter: "counter"}
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A state as it was at `encode`: ``header`` is JSON in UTF-8, ``data`` one flat uint8 tensor on the CPU."""
+    """A state as it was at `encode`: ``header`` is of `torch.save`, ``data`` one flat uint8 tensor on the CPU."""
 
     header: bytes
     data: Tensor
 
 
 def encode(state: Any, room: Tensor | None = None) -> Encoded:
-    """A snapshot of nested dicts (keys: str, int), lists, tuples, plain values and dense tensors on any device.
+    """A snapshot of nested dicts, lists and tuples of dense tensors, on any device, and of what torch loads safely.
 
     ``room``: flat uint8 memory on the CPU for ``data``, used if it is large enough.
     Parameters become plain tensors, an ``OrderedDict`` becomes a dict: the versions of modules, an attribute of
     ``module.state_dict()``, are not sent. Raises ``TypeError`` for a value that cannot be sent, with its place:
     ``optimizer.state[3].hook``.
     """
-    tensors: list[tuple[Tensor, list[Node]]] = []
-    tree = _describe(state, (), tensors)
-    tensors.sort(key=lambda pair: -pair[0].itemsize)  # so each begins at a multiple of its item's size, without gaps
-    num_bytes, end = sum(tensor.nbytes for tensor, _ in tensors), 0
+    tree, tensors, plain = _taken_apart(state)
+    known = dict[Form, Form]()  # of equal forms one is pickled
+    forms = [known.setdefault(form, form) for form in map(_form, tensors)]
+    places, num_bytes = _places(forms)
     if room is None or len(room) < num_bytes:
         room = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-    data = room[:num_bytes]
-    for tensor, node in tensors:
-        begin, end = end, end + tensor.nbytes
-        node += begin, tensor.nbytes
-        data[begin:end].view(tensor.dtype).as_strided(tensor.shape, node[3]).copy_(tensor)
-    return Encoded(json.dumps(tree, separators=(",", ":")).encode(), data)
+    for tensor, (dtype, shape, stride), place in zip(tensors, forms, places, strict=True):
+        room[place].view(dtype).as_strided(shape, stride).copy_(tensor)
+    return Encoded(_saved((tree, forms, plain)), room[:num_bytes])
 
 
 def check_sendable(state: Any) -> None:
-    """Raise the ``TypeError`` that `encode` would raise; copies nothing."""
-    _describe(state, (), [])
+    """Raise the ``TypeError`` that `encode` would raise; copies no tensor."""
+    _taken_apart(state)
 
 
 def decode(header: bytes, data: Tensor) -> Any:
     """The state that `encode` was given. Its tensors are new, on the CPU, and share no memory with ``data``.
 
-    They have the strides of ``clone()``: one that is ``channels_last`` stays so. Raises ``ValueError`` if the header is
-    inconsistent.
+    They have the strides of ``clone()``: one that is ``channels_last`` stays so. Raises ``ValueError`` if torch does
+    not load the header, or if it describes other data.
     """
-    if data.dtype != torch.uint8 or data.dim() != 1 or data.device.type != "cpu":
-        raise ValueError(f"the data is {data.dtype} {tuple(data.shape)} on {data.device}, not flat uint8 on the CPU")
     try:
-        tree = json.loads(header.decode())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"the header of a state cannot be read as JSON: {error}") from error
-    return _build(tree, (), data)
+        tree, forms, plain = _loaded(header)
+        places, num_bytes = _places(forms)
+        if num_bytes != len(data):
+            raise ValueError(f"{num_bytes} bytes are described, and {len(data)} came")
+        pieces = zip(forms, places, strict=True)
+        made = (data[place].clone().view(dtype).as_strided(shape, stride) for (dtype, shape, stride), place in pieces)
+        tensors, values = iter(list(made)), iter(plain)
+        return _mapped(tree, lambda is_tensor, _: next(tensors if is_tensor else values))
+    except Exception as error:  # torch.load raises errors of many kinds
+        raise ValueError(f"the state that came cannot be read, because of a {type(error).__name__}") from error
 
 
 def send(
@@ -176,79 +166,82 @@ class _ChunkSize:
             self.num_bytes = min(2 * self.num_bytes, self._most)
 
 
-def _describe(value: Any, path: Path, tensors: list[tuple[Tensor, list[Node]]]) -> Node:
-    """The node of a value; collects its tensors, whose nodes lack offset and nbytes until later."""
+def _taken_apart(state: Any) -> tuple[Any, list[Tensor], list[Any]]:
+    """The state with ``True`` instead of each tensor and ``False`` instead of each other value, and all of these."""
+    tensors, plain = list[Tensor](), list[Any]()
+
+    def take(value: Any, path: Path) -> bool:
+        if is_tensor := isinstance(value, Tensor):
+            _check_dense(value, path)
+            tensors.append(value.detach())
+        else:
+            value = float(value) if isinstance(value, float) else value  # numpy's float64, which schedulers compute
+            _check_loads(value, path)
+            plain.append(value)
+        return is_tensor
+
+    return _mapped(state, take), tensors, plain
+
+
+def _mapped(value: Any, change: Callable[[Any, Path], Any], path: Path = ()) -> Any:
+    """A state with each value changed that is no dict, list or tuple."""
     kind = type(value)
-    if value is None or kind in (bool, str):
-        return value
-    if kind is int:
-        return value if value.bit_length() < 64 else ["int", hex(value)]  # Python parses no decimal of 4301 digits
-    if isinstance(value, float):  # also numpy's float64, which schedulers compute
-        return float(value) if math.isfinite(value) else ["float", str(float(value))]
-    if kind is bytes:
-        return ["bytes", value.hex()]
-    if isinstance(value, Tensor):
-        strided = kind in (Tensor, nn.Parameter) and value.layout == torch.strided and not value.is_nested
-        if not strided or value.is_meta or value.dtype not in _DTYPE_NAMES:
-            what = f"a {kind.__qualname__} of {value.dtype}, {value.layout}, on {value.device}"
-            raise TypeError(f"{_place(path)} is {what}, which cannot be sent: let its state_dict() give a dense tensor")
-        stride = torch.empty_like(value, device="meta").stride()  # the dimensions in memory order, without gaps
-        tensors.append((value.detach(), ["tensor", _DTYPE_NAMES[value.dtype], list(value.shape), list(stride)]))
-        return tensors[-1][1]
-    if kind not in _SEQUENCES and kind not in _MAPPINGS:
-        raise TypeError(
-            f"{_place(path)} is a {kind.__module__}.{kind.__qualname__}, which cannot be sent: give the object that "
-            "keeps it a state_dict() of None, bool, int, float, str, bytes, list, tuple, dict and tensors"
-        )
+    if kind not in (dict, OrderedDict, list, tuple):
+        return change(value, path)
     if len(path) >= MAX_DEPTH:
         raise TypeError(f"{_place(path)} is more than {MAX_DEPTH} deep, which cannot be sent: is the state in itself?")
-    if kind in _SEQUENCES:
-        return [_SEQUENCES[kind], *(_describe(item, (*path, index), tensors) for index, item in enumerate(value))]
+    if kind in (list, tuple):
+        return kind(_mapped(item, change, (*path, index)) for index, item in enumerate(value))
     if wrong := [key for key in value if type(key) not in (str, int)]:
         raise TypeError(f"{_place(path)} has the key {wrong[0]!r}, which cannot be sent: let its keys be str or int")
-    pairs = ([_describe(key, path, tensors), _describe(item, (*path, key), tensors)] for key, item in value.items())
-    return [_MAPPINGS[kind], *pairs]
+    return {key: _mapped(item, change, (*path, key)) for key, item in value.items()}
 
 
-def _build(node: Node, path: Path, data: Tensor) -> Any:
-    """The value that a node describes."""
-    if len(path) > MAX_DEPTH:
-        raise ValueError(f"{_place(path)} is more than {MAX_DEPTH} deep, which no state is")
-    match node:
-        case None | bool() | int() | float() | str():
-            return node
-        case ["int", str(digits)]:
-            return int(digits, 16)
-        case ["float", "nan" | "inf" | "-inf" as name]:
-            return float(name)
-        case ["bytes", str(digits)]:
-            return bytes.fromhex(digits)
-        case ["tensor", str(dtype), [*shape], [*stride], offset, nbytes] if dtype in _DTYPES:
-            numbers = (*shape, *stride, offset, nbytes)
-            sizes = all(type(number) is int and 0 <= number < 2**63 for number in numbers)
-            if not sizes or offset + nbytes > len(data) or not _fits(shape, stride, nbytes, _DTYPES[dtype].itemsize):
-                raise ValueError(f"{_place(path)} is no tensor within {len(data)} bytes of data: {in_short(node)}")
-            return data[offset : offset + nbytes].clone().view(_DTYPES[dtype]).as_strided(shape, stride)
-        case ["list" | "tuple" as kind, *items]:
-            built = [_build(item, (*path, index), data) for index, item in enumerate(items)]
-            return built if kind == "list" else tuple(built)
-        case ["dict" | "counter" as kind, *pairs] if all(type(pair) is list and len(pair) == 2 for pair in pairs):
-            keys = [_build(key, path, data) for key, _ in pairs]
-            if all(type(key) in (str, int) for key in keys) and len(set(keys)) == len(keys):
-                values = (_build(item, (*path, key), data) for key, (_, item) in zip(keys, pairs, strict=True))
-                mapping = dict(zip(keys, values, strict=True))
-                return Counter(mapping) if kind == "counter" else mapping
-    raise ValueError(f"{_place(path)} is described by {in_short(node)}, which is nothing that a state has")
+def _check_dense(tensor: Tensor, path: Path) -> None:
+    kind = type(tensor)
+    dense = kind in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_nested
+    if not dense or tensor.is_meta or tensor.is_quantized:
+        what = f"a {kind.__qualname__} of {tensor.dtype}, {tensor.layout}, on {tensor.device}"
+        raise TypeError(f"{_place(path)} is {what}, which cannot be sent: let its state_dict() give a dense tensor")
 
 
-def _fits(shape: list[int], stride: list[int], nbytes: int, itemsize: int) -> bool:
-    """Whether the elements fill the bytes, each once: from the innermost dimension out, each steps over the last."""
-    numel, reach = 1, 1
-    for step, size in sorted(zip(stride, shape, strict=False)):
-        if size > 1 and step != numel and nbytes:
-            return False
-        numel, reach = numel * size, reach * (size or 1)
-    return len(shape) == len(stride) and numel * itemsize == nbytes and reach < 2**63  # also for an empty tensor
+def _check_loads(value: Any, path: Path) -> None:
+    """Raise ``TypeError`` for a value that torch does not load safely."""
+    kind = type(value)
+    if value is None or kind in (bool, float, str) or (kind is int and value.bit_length() < 64):
+        return
+    try:
+        _loaded(_saved(value))
+    except Exception as error:  # pickle and torch.load raise errors of many kinds
+        raise TypeError(
+            f"{_place(path)} is a {kind.__module__}.{kind.__qualname__}, which cannot be sent: give the object that "
+            "keeps it a state_dict() of None, bool, int, float, str, list, tuple, dict and tensors"
+        ) from error
+
+
+def _saved(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def _loaded(saved: bytes) -> Any:
+    return torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)
+
+
+def _form(tensor: Tensor) -> Form:
+    """With the dimensions in memory order, without gaps."""
+    return tensor.dtype, tuple(tensor.shape), torch.empty_like(tensor, device="meta").stride()
+
+
+def _places(forms: Sequence[Form]) -> tuple[list[slice], int]:
+    """Where tensors lie, and the bytes of all: large items first, so each begins at a multiple of its item's size."""
+    places, end = [slice(0)] * len(forms), 0
+    for index in sorted(range(len(forms)), key=lambda index: -forms[index][0].itemsize):
+        dtype, shape, _ = forms[index]
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        places[index] = slice(begin, end)
+    return places, end
 
 
 def _place(path: Path) -> str:

@@ -6,6 +6,7 @@ import random
 import sys
 import threading
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -271,17 +272,17 @@ class Seen:
     """What a wire of plain values refuses, as a rank that comes back would need it."""
 
     def state_dict(self):
-        return {"seen": {1}}
+        return {"seen": deque([1])}
 
     def load_state_dict(self, state):
         raise AssertionError(state)
 
 
-def train_with_a_set(rank, board, where):
+def train_with_a_deque(rank, board, where):
     with staged(plain(), members=Elastic(min_ranks=1, suspect_s=1.0)) as model:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         if where == "optimizer":
-            optimizer.state[next(model.parameters())] = {"seen": {1}}
+            optimizer.state[next(model.parameters())] = {"seen": deque([1])}
         step = model.register_state(**{where: optimizer if where == "optimizer" else Seen()})
         while step < board.end:
             with model.step():
@@ -295,7 +296,7 @@ def train_with_a_set(rank, board, where):
 @pytest.mark.slow
 @pytest.mark.parametrize(("where", "place"), [("optimizer", "optimizer.state[0].seen"), ("sampler", "sampler.seen")])
 def test_state_that_cannot_be_sent_ends_who_comes_back_with_the_reason_and_no_member(where, place):
-    with run_job(3, train_with_a_set, where) as job:
+    with run_job(3, train_with_a_deque, where) as job:
         job.walk(6)
         job.kill(2)
         job.walk(6, [0, 1])
@@ -303,7 +304,7 @@ def test_state_that_cannot_be_sent_ends_who_comes_back_with_the_reason_and_no_me
             job.start(2)
             error = job.result(2)
             assert error.kind == "Refused", error
-            assert f"cannot give it their state: registered.{place} is a builtins.set" in error.message
+            assert f"cannot give it their state: registered.{place} is a collections.deque" in error.message
             assert "give the object that keeps it a state_dict() of" in error.message
             job.kill(2)
             job.walk(6, [0, 1])
@@ -480,13 +481,19 @@ def test_rank_whose_loop_ends_earlier_leaves_the_others_to_go_on():
     assert outcomes[0].changes[0].left == {1: "ended"}
 
 
+def plain_of_another_torch():
+    torch.__version__ = torch.torch_version.TorchVersion("2.0.1+cpu")
+    return plain()
+
+
 @pytest.mark.slow
-def test_newcomer_with_another_model_or_other_options_is_refused_and_the_job_goes_on():
+def test_newcomer_with_another_model_torch_or_other_options_is_refused_and_the_job_goes_on():
     with run_job(3, train, Loop(plain)) as job:
         job.walk(6)
         job.kill(2)
         job.walk(6, [0, 1])
-        for other, named in ((Loop(wider), "17"), (Loop(plain, deadline_s=1.0), "deadline")):
+        others = {"17": Loop(wider), "deadline": Loop(plain, deadline_s=1.0), "has 2.0.1": Loop(plain_of_another_torch)}
+        for named, other in others.items():
             job.start(2, other)
             error = job.result(2)
             assert (error.kind, named in error.message) == ("Refused", True), error

@@ -368,7 +368,7 @@ VALUES = {
         lambda _: Pool(9000, (1,) * 9000),
         lambda _: check_shares(9000, total=9000),
     ),
-    "which cannot be sent: give the object that keeps it a state_dict() of None, bool, int, float, str, bytes, list,": (
+    "which cannot be sent: give the object that keeps it a state_dict() of None, bool, int, float, str, list, tuple,": (
         lambda _: sent({"counter": object()}),
         lambda _: sent({"counter": {"a": [None, True, 1, 0.5, "b", b"c", (torch.ones(2),)]}}),
     ),

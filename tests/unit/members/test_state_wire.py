@@ -1,7 +1,8 @@
-"""A training state goes from rank to rank and training goes on from it, bit for bit; nothing else can be sent."""
+"""A training state goes from rank to rank and training goes on from it, bit for bit; what comes can run no code."""
 
-import json
+import io
 import math
+import os
 import reprlib
 import struct
 import threading
@@ -103,16 +104,18 @@ def there(state):
         "",
         "ä\n\x00\ud800",
         "dict",
-        b"",
         bytes(range(256)),
         [],
         (),
         {},
-        ["list"],
-        ["int", "0x3"],
+        [True, False],
         ((1, 2.0), [3, ()]),
         {1: "int", "1": "str", -1: [None], "": {}, "not a name": (), 2**70: 0},
         Counter({3: 2, 5: 1}),
+        {1, "a"},
+        1j,
+        torch.float32,
+        torch.Size([2, 3]),
     ],
     ids=reprlib.repr,
 )
@@ -121,13 +124,9 @@ def test_plain_values_come_back_exactly_and_of_their_type(value):
     assert content(there({"in": [value]})) == content({"in": [value]})
 
 
-def test_integer_may_have_more_digits_than_python_would_read():
-    assert there([1 << 20_000, -(3**10_000)]) == [1 << 20_000, -(3**10_000)]
-
-
 def test_values_that_are_read_back_as_plain_ones():
-    came = there([OrderedDict(b=1, a=2), nn.Parameter(torch.ones(2)), numpy.float64(0.1), torch.Size([2, 3])])
-    assert content(came) == content([{"b": 1, "a": 2}, torch.ones(2), 0.1, (2, 3)])
+    came = there([OrderedDict(b=1, a=2), nn.Parameter(torch.ones(2)), numpy.float64(0.1)])
+    assert content(came) == content([{"b": 1, "a": 2}, torch.ones(2), 0.1])
     assert not came[1].requires_grad
 
 
@@ -200,11 +199,6 @@ def test_state_stays_on_the_cpu_whatever_the_default_device_is():
     assert content(came) == content([torch.zeros(3), b"bytes"])
 
 
-def test_header_is_json_and_describes_the_tensors():
-    header = json.loads(encode({"step": 3, "w": torch.zeros(2, 3, dtype=torch.bfloat16)}).header.decode("utf-8"))
-    assert header == ["dict", ["step", 3], ["w", ["tensor", "bfloat16", [2, 3], [3, 1], 0, 12]]]
-
-
 # -- refusals
 
 
@@ -220,14 +214,14 @@ Pair = namedtuple("Pair", "a b")
 REFUSED = {
     "a function": lambda: len,
     "an object": object,
-    "a set": lambda: {1},
-    "a complex": lambda: 1j,
     "a named tuple": lambda: Pair(1, 2),
     "an enum": lambda: Level.LOW,
     "a deque": lambda: deque([1]),
     "a defaultdict": lambda: defaultdict(list),
+    "an array": lambda: numpy.ones(2),
+    "a set of objects": lambda: {object()},
+    "an integer of 6000 digits": lambda: 1 << 20_000,
     "numpy's float32": lambda: numpy.float32(0.1),
-    "a dtype": lambda: torch.float32,
     "a sparse tensor": lambda: torch.eye(2).to_sparse(),
     "a tensor without values": lambda: torch.empty(2, device="meta"),
     "a quantized tensor": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
@@ -278,92 +272,65 @@ def test_state_may_be_as_deep_as_the_limit_and_no_deeper():
         encode(loop)
 
 
-TENSOR = ["tensor", "float32", [2, 3], [3, 1], 0, 24]
+class Runs:
+    """An object whose pickle makes a folder when it is loaded."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
 
 
-@pytest.mark.parametrize(
-    ("at", "claim"),
-    [
-        *((1, dtype) for dtype in ("float33", "float64", "qint8", "Tensor", "", None, 5, ["float32"])),
-        *((2, shape) for shape in ([3, 3], [2], [6, 1, 1], [-2, -3], [2, 3.0], [True, 6], "ab", None, 6)),
-        *((3, stride) for stride in ([0, 1], [5, 0], [3, 3], [1, 1], [6, 2], [1, 3], [3, -1], [1], [1.0, 3], {})),
-        *((4, offset) for offset in (1, 4, -4, 2**64, 0.0, None, False)),
-        *((5, nbytes) for nbytes in (0, 20, 23, 25, 28, -24, 2**63, "24", None)),
-    ],
-)
-def test_false_claim_about_a_tensor_is_refused(at, claim):
-    node = [*TENSOR[:at], claim, *TENSOR[at + 1 :]]
-    header = json.dumps(["dict", ["a", 1], ["weight", node]]).encode()
-    with pytest.raises(ValueError, match=r"^weight is "):
-        decode(header, torch.zeros(24, dtype=torch.uint8))
+def header_of(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
 
 
-@pytest.mark.parametrize("stride", [[3, 1], [1, 2]])
-def test_true_claims_about_a_tensor_are_accepted(stride):
-    header = json.dumps([*TENSOR[:3], stride, *TENSOR[4:]]).encode()
-    assert decode(header, torch.zeros(24, dtype=torch.uint8)).stride() == tuple(stride)
+def test_header_that_would_run_code_is_refused_and_runs_none(tmp_path):
+    torch.load(io.BytesIO(header_of(Runs(tmp_path / "made"))), weights_only=False)
+    assert (tmp_path / "made").exists()  # as pickle does
+    with pytest.raises(ValueError, match=r"^the state that came cannot be read, because of a UnpicklingError"):
+        decode(header_of((False, [], [Runs(tmp_path / "another")])), torch.zeros(0, dtype=torch.uint8))
+    assert not (tmp_path / "another").exists()
 
 
-@pytest.mark.parametrize("shape", [(0,), (3, 0, 2**59), (0, 0)])
-def test_empty_tensor_may_have_any_shape_that_torch_takes(shape):
-    assert there(torch.empty(shape)).shape == shape
-
-
-@pytest.mark.parametrize("shape", [[0, 2**62, 2**62], [2**62, 2**62, 0, 2**62], [0, 2**63]])
-def test_empty_tensor_of_an_impossible_shape_is_refused(shape):
-    header = json.dumps(["tensor", "float32", shape, [1] * len(shape), 0, 0]).encode()
-    with pytest.raises(ValueError, match="the state is no tensor within 0 bytes of data"):
-        decode(header, torch.zeros(0, dtype=torch.uint8))
+FLOATS = (torch.float32, (2, 3), (3, 1))
 
 
 @pytest.mark.parametrize(
     "header",
     [
         b"",
-        b"\xff\xfe",
-        b"[1",
-        b'{"a": 1}',
-        b"[]",
-        b"[1, 2]",
-        b'["list", {}]',
-        b'["set", 1]',
-        b'["int"]',
-        b'["int", "zz"]',
-        b'["int", 3]',
-        b'["float", "1.0"]',
-        b'["bytes", "0"]',
-        b'["bytes", [1]]',
-        b'["dict", 1]',
-        b'["dict", ["a"]]',
-        b'["dict", ["a", 1, 2]]',
-        b'["dict", ["a", 1], ["a", 2]]',
-        b'["dict", [null, 1]]',
-        b'["dict", [true, 1]]',
-        b'["dict", [1.0, 1]]',
-        b'["dict", [["tuple", 1], 1]]',
-        b'["dict", [["list"], 1]]',
-        b'["tensor"]',
-        b'["tensor", "float32", [1], [1], 0, 4, 0]',
-        b'["torch.nn.Linear", 3, 3]',
         b"9" * 5000,
-        b"[" * 100_000,
-        b'["list",' * 60 + b'["list"]' + b"]" * 60,
-        b'["list",' + b"[" * 900 + b"]" * 900 + b"]",
+        header_of(0),
+        header_of((True, [], [])),
+        header_of((True, [FLOATS, FLOATS], [])),
+        header_of(([True, True], [FLOATS], [])),
+        header_of((True, [(torch.float32, (3, 3), (3, 1))], [])),
+        header_of((True, [(torch.float32, (2, 3), (30, 1))], [])),
+        header_of((True, [(torch.float32, (-2, -3), (3, 1))], [])),
+        header_of((True, [("float32", (2, 3), (3, 1))], [])),
+        header_of((True, [FLOATS], []))[:-1],
+        header_of((True, [FLOATS], []))[:300],
     ],
-    ids=lambda header: header[:30].decode("latin-1"),
+    ids=lambda header: f"{len(header)} bytes",
 )
-def test_header_that_describes_no_state_is_refused(header):
-    with pytest.raises(ValueError, match=r"\w+ \w+"):
-        decode(header, torch.zeros(4, dtype=torch.uint8))
+def test_header_that_is_cut_or_not_of_its_data_is_refused(header):
+    with pytest.raises(ValueError, match=r"^the state that came cannot be read, because of a \w+"):
+        decode(header, torch.zeros(24, dtype=torch.uint8))
 
 
-@pytest.mark.parametrize(
-    "data",
-    [torch.zeros(4), torch.zeros(2, 2, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8, device="meta")],
-)
-def test_data_that_is_not_flat_bytes_on_the_cpu_is_refused(data):
-    with pytest.raises(ValueError, match=r"^the data is torch\.\w+ \(.*\) on \w+, not flat uint8 on the CPU"):
-        decode(b"3", data)
+def test_data_that_is_cut_is_refused():
+    encoded = encode([torch.arange(5.0), torch.arange(3)])
+    with pytest.raises(ValueError, match=r"^the state that came cannot be read"):
+        decode(encoded.header, encoded.data[:-1])
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0, 2**59), (0, 0)])
+def test_empty_tensor_may_have_any_shape_that_torch_takes(shape):
+    assert there(torch.empty(shape)).shape == shape
 
 
 # -- training goes on
@@ -658,10 +625,10 @@ def test_states_follow_one_another_in_both_directions():
     def sender(group):
         for number in range(3):
             send(encode({"number": number}), group, 1)
-        return receive(group, 1, max_bytes=1000)
+        return receive(group, 1, max_bytes=10_000)
 
     def receiver(group):
-        came = [receive(group, 0, max_bytes=1000) for _ in range(3)]
+        came = [receive(group, 0, max_bytes=10_000) for _ in range(3)]
         send(encode(("thanks", torch.ones(2))), group, 0)
         return came
 
@@ -677,7 +644,8 @@ def test_state_over_the_limit_is_refused_with_what_was_announced_and_the_sender_
     )
     assert isinstance(came, ValueError)
     assert str(came) == (
-        "rank 0 announced a header of 1 bytes and data of 50000000 bytes, more than max_bytes=50000000"
+        f"rank 0 announced a header of {len(encoded.header)} bytes and data of 50000000 bytes, "
+        "more than max_bytes=50000000"
     )
     assert isinstance(sent, RuntimeError)
 
@@ -687,23 +655,23 @@ def announce(numbers):
 
 
 def test_peer_that_sends_something_else_is_refused():
-    magic = int.from_bytes(b"straggl\x03", "big")
+    magic = int.from_bytes(b"straggl\x04", "big")
     for numbers, said in [
-        ([1, 2, 3], "rank 0 sends no state of this version: it began with 0x1, not 0x7374726167676c03"),
-        ([magic + 1, 2, 3], "rank 0 sends no state of this version: it began with 0x7374726167676c04"),
+        ([1, 2, 3], "rank 0 sends no state of this version: it began with 0x1, not 0x7374726167676c04"),
+        ([magic + 1, 2, 3], "rank 0 sends no state of this version: it began with 0x7374726167676c05"),
         ([magic, 0, 3], "rank 0 announced a header of 0 bytes and data of 3 bytes, which no state has"),
         ([magic, -1, 3], "rank 0 announced a header of -1 bytes"),
         ([magic, 1, -3], "data of -3 bytes, which no state has"),
-        ([magic, 2**62, 2**62], f"{2**62} bytes, more than max_bytes=1000"),
+        ([magic, 2**62, 2**62], f"{2**62} bytes, more than max_bytes=10000"),
     ]:
-        _, came = between(announce(numbers), lambda group: receive(group, 0, max_bytes=1000))
+        _, came = between(announce(numbers), lambda group: receive(group, 0, max_bytes=10_000))
         assert isinstance(came, ValueError)
         assert said in str(came)
 
 
 @pytest.mark.parametrize("size", [0, -1, 11, 2**62])
 def test_chunk_that_is_no_part_of_what_was_announced_is_refused(size):
-    magic, has_it = int.from_bytes(b"straggl\x03", "big"), torch.zeros(1, dtype=torch.uint8)
+    magic, has_it = int.from_bytes(b"straggl\x04", "big"), torch.zeros(1, dtype=torch.uint8)
 
     def sender(group):
         announce([magic, 10, 1000])(group)
@@ -718,6 +686,6 @@ def test_chunk_that_is_no_part_of_what_was_announced_is_refused(size):
 
 
 def test_peer_that_ends_in_the_middle_is_an_error_at_once():
-    magic = int.from_bytes(b"straggl\x03", "big")
+    magic = int.from_bytes(b"straggl\x04", "big")
     _, came = between(announce([magic, 10, 1000]), lambda group: receive(group, 0, max_bytes=10_000), limit_s=600)
     assert isinstance(came, RuntimeError)
