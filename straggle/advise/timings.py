@@ -23,7 +23,6 @@ from straggle.observe.trace import read_trace
 from straggle.observe.warmup import num_warmup_steps
 from straggle.observe.watch_file import FOLDER, watched_files
 from straggle.observe.watched_job import DATA_PARALLEL
-from straggle.observe.watched_links import links_of_lines
 from straggle.policies.rank_links import links_of
 from straggle.policies.untruncated import untruncated_stages
 from straggle.report import PHASES, StepReport
@@ -187,21 +186,10 @@ def _from_watch(folder: Path, files: list[Path]) -> Timings:
         unit_s=unit_s,
         unit_share=unit_share,
         stage_share=stage_share,
-        slow_links=_links_of_watch(lines, steps, heads[0]),
         job=heads[0].get("job", "DDP"),
         replica_ranks=heads[0].get("replica_ranks", 1),
         unknown=tuple(heads[0].get("unknown", ())),
     )
-
-
-def _links_of_watch(lines: tuple[Any, ...], steps: int, head: dict[str, Any]) -> tuple[LinkSpell, ...]:
-    """Whose link was slow, by what the ranks measured until each step."""
-    num_bytes = sum(stage.get("nbytes", 4 * stage["numel"]) for stage in head["stages"])
-    each = (
-        (own[0]["step"], links_of_lines(own), max(line["seconds"] for line in own))
-        for own in zip(*(own[:steps] for own in lines), strict=True)
-    )
-    return link_spells(each, num_bytes=num_bytes)
 
 
 def _read_rank(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

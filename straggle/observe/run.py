@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,7 +21,6 @@ from straggle.observe.stuck import read_stuck
 from straggle.observe.trace import read_trace, whole_lines
 from straggle.observe.warmup import num_warmup_steps
 from straggle.observe.watch_file import watched_files
-from straggle.observe.watched_links import links_of_lines
 from straggle.policies.ddp_time import DdpPrediction
 from straggle.policies.rank_links import RankLink
 from straggle.report import CAUSES, PHASES, MembersReport, RankReport, StageReport, StepReport, StuckReport
@@ -159,17 +158,15 @@ def _of_ddp(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
     stages = [{**stage, "weight": len(heads)} for stage in heads[0]["stages"]]
     for lines in steps:
         network_s = min(line["wait_s"] for line in lines)
-        links = links_of_lines(lines)
         ranks = [
             {
                 **{name: line[name] for name in _OF_DDP if name in line},
-                **asdict(link),
                 "rank": head["rank"],
                 "wait_s": line["wait_s"] - network_s,
                 "reach": 1.0,
                 "stages": [1.0] * len(stages),
             }
-            for head, line, link in zip(heads, lines, links, strict=True)
+            for head, line in zip(heads, lines, strict=True)
         ]
         seconds = max(line["seconds"] for line in lines)
         step = {"step": lines[0]["step"], "seconds": seconds, "network_s": network_s, "deadline_s": None}

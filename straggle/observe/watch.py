@@ -1,7 +1,7 @@
 """`watch(model)`: where the time of each rank goes in a job as it is, without changing what it does.
 
 It reads clocks in hooks and in callbacks of the autograd engine, so that the end of a rank's own work is known before
-any waiting. Nothing is sent but pings now and then: each rank writes its own file. The ranks' steps can be aligned
+any waiting. Nothing is sent: each rank writes its own file. The ranks' steps can be aligned
 because all ranks take part in a step's merge.
 """
 
@@ -25,7 +25,6 @@ from straggle.backward.optimizer_hooks import around_steps
 from straggle.backward.stages import StagePlan, plan_stages, trainable
 from straggle.observe.watch_file import ALL, FOLDER, WatchFile
 from straggle.observe.watched_job import Job, job_of, units_of
-from straggle.observe.watched_links import WatchedLinks
 from straggle.observe.watched_steps import Recorder, StepTimes
 from straggle.observe.watched_waits import bracket_waits
 
@@ -36,7 +35,7 @@ def watch(model: nn.Module, run_dir: str | Path = "runs/watch") -> Watch:
     ``model``: as the loop calls it, a plain module, a ``DistributedDataParallel``, or what ``fully_shard`` or
     ``parallelize_module`` has sharded. Gradients, parameters and collectives do not change. The file
     ``run_dir/watch/rank<r>.jsonl`` is closed when the process ends, or by ``close()``; an older file of this name is
-    overwritten. A thread measures the links between the ranks by pings. If groups of ranks have a
+    overwritten. If groups of ranks have a
     ``DistributedDataParallel`` each, the folder of one without rank 0 is ``run_dir/group<r>``, with its lowest rank r.
 
     Raises ``TypeError`` if ``model`` cannot be watched, such as a `StagedDataParallel`, which has reports of its own.
@@ -102,11 +101,6 @@ class _Watched:
         self._module, self._file = weakref.ref(job.module), file
         self._sharded, self._has_header = job.is_sharded, False
         self._plan: StagePlan | None = None
-        self._links: WatchedLinks | None = None
-        if job.world_size > 1:
-            num_bytes = sum(own.numel() * own.element_size() for own in parameters)
-            self._links = WatchedLinks(job.rank, job.world_size, merged_bytes=num_bytes, group=job.group)
-        self._step = 0
         self.recorder = Recorder(partial(moment, parameters[0].device, clock), self._written, job.merge)
         self._handles = [
             *_around_passes(model, job.module, self.recorder),
@@ -130,18 +124,12 @@ class _Watched:
             handle.remove()
         self._handles.clear()
         self.recorder.close()
-        if self._links is not None:
-            self._links.close()
         self._file.close()
 
     def _written(self, times: StepTimes) -> None:
         if not self._has_header:
             self._write_header()
-        ways = [] if self._links is None else self._links.words()
-        self._file.write(times, self._plan, ways)
-        if self._links is not None:
-            self._links.merged(self._step)
-        self._step += 1
+        self._file.write(times, self._plan)
 
     def _write_header(self) -> None:
         self._has_header = True

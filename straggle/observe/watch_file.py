@@ -42,9 +42,9 @@ class WatchFile:
         """The first line; of each stage the name and the number of elements."""
         self._line({**self._head, "stages": [{"name": name, "numel": numel} for name, numel in stages]})
 
-    def write(self, times: StepTimes, plan: StagePlan | None, ways: Sequence[Sequence[float]]) -> None:
+    def write(self, times: StepTimes, plan: StagePlan | None) -> None:
         """The next step; all that are over are written."""
-        self._due.append((times.end, partial(_record, self._step, times, plan, ways)))
+        self._due.append((times.end, partial(_record, self._step, times, plan)))
         self._step += 1
         while self._due and _is_over(self._due[0][0]):
             self._line(self._due.popleft()[1]())
@@ -59,7 +59,7 @@ class WatchFile:
         self._file.write(json.dumps(record))
 
 
-def _record(step: int, times: StepTimes, plan: StagePlan | None, ways: Sequence[Sequence[float]]) -> dict[str, Any]:
+def _record(step: int, times: StepTimes, plan: StagePlan | None) -> dict[str, Any]:
     """A step's line."""
     computed = times.microbatches[-1]
     compute_s = seconds_between(times.began, computed)
@@ -72,7 +72,6 @@ def _record(step: int, times: StepTimes, plan: StagePlan | None, ways: Sequence[
         "microbatch_s": [seconds_between(times.began, when) for when in times.microbatches],
         "stage_s": [compute_s] if plan is None else _stage_ends(times, plan),
         "pauses": times.pauses,
-        **({"ways": ways} if ways else {}),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +30,7 @@ def train(rank, folder, watchers, options, microbatches):
     model = DistributedDataParallel(normed(), **options)
     optimizer = torch.optim.AdamW(model.parameters())
     seen = []
+    threads = set(threading.enumerate())
     if rank in watchers:
         straggle.watch(model, folder)
     for number in range(NUM_STEPS):
@@ -39,6 +41,8 @@ def train(rank, folder, watchers, options, microbatches):
         seen.append(digest(grads(model)))
         optimizer.step()
         optimizer.zero_grad()
+    new = {thread.name for thread in set(threading.enumerate()) - threads}
+    assert new <= {"straggle-pauses"}, "it looks at the clock; a watch sends nothing meanwhile"
     return seen, digest(model.parameters())
 
 
