@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """One worker of a cluster whose workers may be killed and come back: one node of `straggle launch`.
 
-STORE=host:port NODES=4 NODE_RANK=2 STRAGGLE_JOB_SECRET=... straggle-member key=value ...
+STORE=host:port NODES=4 NODE_RANK=2 straggle-member key=value ...
 
 STORE is where `straggle launch --store-only` runs. NODE_RANK is this worker's number, from 0: the same one when
 it comes back. KEYS may have more keys, "steps=600 members.min_ranks=2". On SIGTERM it leaves after its step, or

@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import math
 import os
-import secrets
 import signal
 import sys
 import time
@@ -24,7 +23,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from straggle.commands.launching.agent import Agent, Worker, say
-from straggle.commands.launching.launch_options import PIDS_DIR, SECRET, arguments, port_number
+from straggle.commands.launching.launch_options import PIDS_DIR, arguments, port_number
 from straggle.commands.launching.launcher import Events, Launcher, next_event, serve_until_signal, signals_into
 from straggle.commands.launching.nodes import Nodes
 from straggle.commands.launching.restarting import RestartRules
@@ -62,7 +61,7 @@ class LaunchedJob:
 def worker_environment(job: LaunchedJob, local_rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
     """What a worker finds: torchrun's variables, and those of straggle; the agent adds the number of the start.
 
-    ``inherited`` is the launcher's own environment, with the job's secret. The number of threads and of glibc's heaps,
+    ``inherited`` is the launcher's own environment. The number of threads and of glibc's heaps,
     and how nccl and gloo behave, are as they stand there.
     """
     rank = job.node_rank * job.nproc_per_node + local_rank
@@ -134,8 +133,7 @@ def _run(given: argparse.Namespace, endpoint: StoreAddress, store: JobStore, eve
     job = LaunchedJob(
         given.nproc_per_node, given.nnodes, given.node_rank, endpoint, run_id, given.max_restarts, given.replica_size
     )
-    secret = os.environ.get(SECRET) or secrets.token_hex(16)  # one for all workers
-    environments = [worker_environment(job, rank, {**os.environ, SECRET: secret}) for rank in range(job.nproc_per_node)]
+    environments = [worker_environment(job, rank, os.environ) for rank in range(job.nproc_per_node)]
     with contextlib.ExitStack() as stack:
         starter: Starter = new_process
         if given.preload:

@@ -4,7 +4,7 @@ The latency is half of the time that the kernels took to make the connection: no
 rate comes from the difference between a small and a large message, each sent a few times, of which the quickest counts:
 what the ranks' own threads need is in both. A rank measures what it sends. What it receives, its peers measure.
 
-A rank answers one ping at a time, on a thread of its own, and only to who knows the job's secret. Sizes are checked,
+A rank answers one ping at a time, on a thread of its own, and only to who knows the job's word. Sizes are checked,
 every wait has a limit, and nothing that comes in is kept.
 """
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from straggle.members.in_replica import ALONE, InReplica
-from straggle.members.view import Seal, View
+from straggle.members.view import View
 
 _VERSIONS = ("straggle", "torch")  # of which the options and the state of a job are
 
@@ -25,9 +25,8 @@ class JoinRequests:
     ``probes``: by member that is kept out and asks, what it says of itself.
     """
 
-    def __init__(self, rank: int, world_size: int, incarnation: str, seal: Seal, inside: InReplica = ALONE) -> None:
+    def __init__(self, rank: int, world_size: int, incarnation: str, inside: InReplica = ALONE) -> None:
         self._rank, self._world_size, self._incarnation, self._inside = rank, world_size, incarnation, inside
-        self._seal = seal
         self.description = self.refusal = ""
         self.own_probe: tuple[float, float] | None = None
         self.wanted: Mapping[int, str] = {}
@@ -36,8 +35,8 @@ class JoinRequests:
 
     def ask(self, store: Any) -> None:
         """Ask to be let in; the members answer with a view that has this incarnation, or with a refusal."""
-        key = f"join/{self._inside.rank(self._rank)}"
-        store.set(key, self._seal.seal(key, json.dumps([self._incarnation, self.description, self.own_probe])))
+        request = json.dumps([self._incarnation, self.description, self.own_probe])
+        store.set(f"join/{self._inside.rank(self._rank)}", request)
         store.add("joins", 1)
 
     def answered(self, store: Any) -> None:
@@ -47,8 +46,8 @@ class JoinRequests:
     def check_refused(self, store: Any) -> None:
         """Raise `Refused` if the members do not let this rank in."""
         key = f"refused/{self._rank}/{self._incarnation}"
-        if store.check([key]) and (why := self._seal.open(key, store.get(key).decode())) is not None:
-            raise Refused(why)
+        if store.check([key]):
+            raise Refused(store.get(key).decode())
 
     def hear(self, store: Any, view: View, kept_out: Collection[int]) -> None:
         """Read the requests, except that of ranks in ``kept_out`` only the probes count; a refused rank is told why."""
@@ -67,8 +66,7 @@ class JoinRequests:
                     probes[rank] = probe
                 continue
             if why := _refusal(self.description, description) or self.refusal:
-                refused = f"refused/{rank}/{incarnation}"
-                store.set(refused, self._seal.seal(refused, why))
+                store.set(f"refused/{rank}/{incarnation}", why)
             else:
                 wanted[rank] = incarnation
         self._number, self.wanted, self.probes = number, wanted, probes
@@ -76,9 +74,9 @@ class JoinRequests:
     def _asked(self, store: Any, rank: int) -> tuple[str, str, tuple[float, float] | None]:
         """With which incarnation a rank asks, what it shares with the members, and its probe; empty if it asks not."""
         key = f"join/{rank}"
-        if not store.check([key]) or (word := self._seal.open(key, store.get(key).decode())) is None:
+        if not store.check([key]):
             return "", "", None
-        incarnation, description, probe = json.loads(word)
+        incarnation, description, probe = json.loads(store.get(key).decode())
         return str(incarnation), description, None if probe is None else (float(probe[0]), float(probe[1]))
 
     def refuse(self, why: str) -> None:

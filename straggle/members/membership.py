@@ -28,7 +28,7 @@ from straggle.members.in_replica import ALONE, InReplica
 from straggle.members.join_requests import JoinRequests
 from straggle.members.refill import Refill
 from straggle.members.stored_view import StoredView, StoreEmptied
-from straggle.members.view import DONE, NOTICE, Elastic, Leaving, Seal, View
+from straggle.members.view import DONE, NOTICE, Elastic, Leaving, View
 from straggle.members.view_chain import ViewChain
 from straggle.merge.arrivals import LongArrival
 from straggle.merge.channel import PeerFailed
@@ -94,11 +94,10 @@ class Membership:
         self.step = -1  # the step of this rank's merge; sent with its signs of life
         self.left_for_good = False  # it left by its own will, and does not ask to be let in again
         self.why_it_ends = DONE  # what the others are told when its loop is over
-        self._seal = Seal(os.environ.get("STRAGGLE_JOB_SECRET", ""))
         self.connections = Connections(connect)
-        self.joins = JoinRequests(rank, world_size, self.incarnation, self._seal, inside)
-        self.chain = ViewChain(rank, self.incarnation, StoredView(self._seal, world_size), inside.kind)
-        self._refill = Refill(rank, world_size, self.least, self._seal, inside)
+        self.joins = JoinRequests(rank, world_size, self.incarnation, inside)
+        self.chain = ViewChain(rank, self.incarnation, StoredView(world_size), inside.kind)
+        self._refill = Refill(rank, world_size, self.least, inside)
         self._heartbeat = Heartbeat(inside.rank(rank), self.incarnation, connect, lambda: self.step)
         self.detector = FailureDetector(
             self.chain,
@@ -167,7 +166,7 @@ class Membership:
         store, until = self.connections.own(), time.monotonic() + limit_s
         arrival = LongArrival(self.inside.rank(self.rank), self._ranks_of(range(self.world_size)))
         self._heartbeat.beat(store)
-        store.set(f"hello/{self.rank}", self._seal.seal(f"hello/{self.rank}", self.incarnation))
+        store.set(f"hello/{self.rank}", self.incarnation)
         look_at, gone = 0.0, dict[int, str]()
         while not self.chain.find(store):
             missing = [rank for rank in range(self.world_size) if not store.check([f"hello/{rank}"])]
@@ -175,8 +174,8 @@ class Membership:
                 look_at, gone = time.monotonic() + _DOWN_LOOK_S, self._down(store)
             if not set(missing) - gone.keys():
                 there = [rank for rank in range(self.world_size) if rank not in gone]
-                words = {rank: self._open(store, f"hello/{rank}") for rank in there}
-                first = View(0, {r: own or "" for r, own in words.items()}, job=uuid.uuid4().hex[:12])
+                names = {rank: store.get(f"hello/{rank}").decode() for rank in there}
+                first = View(0, names, job=uuid.uuid4().hex[:12])
                 self.chain.begin(store, first)
                 if gone and self.rank == there[0]:
                     _log.warning("the job begins with ranks %s: %s", self._ranks_of(there), "; ".join(gone.values()))
@@ -337,21 +336,19 @@ class Membership:
         It is kept for the next caller: making one takes seconds if a name server does not answer.
         """
         with self.connections.lent() as store:
-            yield dist.PrefixStore(self.corner(corner), store)  # type: ignore[attr-defined]
+            yield dist.PrefixStore(self.inside.key(corner), store)  # type: ignore[attr-defined]
 
     def publish(self, key: str, word: str) -> None:
         """Write a word for all incarnations of all ranks, unless the key has one."""
         key = self.inside.key(key)
-        sealed = self.connections.own().compare_set(key, "", self._seal.seal(key, word)).decode()
-        self._refill.note(key, sealed)
+        self._refill.note(key, self.connections.own().compare_set(key, "", word).decode())
 
     def published(self, key: str) -> str | None:
         """The word that was published under this key in this job, if any."""
         key = self.inside.key(key)
-        if (sealed := peek(self.connections.own(), key)) is None:
-            return None
-        self._refill.note(key, sealed)
-        return self._seal.open(key, sealed)
+        if (word := peek(self.connections.own(), key)) is not None:
+            self._refill.note(key, word)
+        return word
 
     def note(self, key: str, word: str) -> None:
         """Write this again if the store is restarted."""
@@ -364,10 +361,6 @@ class Membership:
             thread.start()
             self._threads = [*(own for own in self._threads if own.is_alive()), thread]
         return thread
-
-    def corner(self, name: str) -> str:
-        """A prefix in the store that cannot be guessed without the job's secret."""
-        return self._seal.seal(self.inside.key(name), "").strip()
 
     def end(self, why: str) -> None:
         """Report that the job is over: a restarted rank would wait for members that are not there."""
@@ -389,6 +382,3 @@ class Membership:
 
     def _ranks_of(self, members: Sequence[int]) -> list[int]:
         return [rank for member in members for rank in self.inside.ranks(member)]
-
-    def _open(self, store: Any, key: str) -> str | None:
-        return self._seal.open(key, store.get(key).decode())

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from straggle.members.in_replica import ALONE, InReplica
-from straggle.members.view import Seal, View
+from straggle.members.view import View
 from straggle.merge.store import peek
 
 GATHER_S = 5.0  # for members to find the store again; each tries every second
@@ -43,9 +43,8 @@ def following(known: Mapping[int, View], waited_s: float, *, least: int) -> View
 class Refill:
     """This rank's part in filling the store: one thread fills, and any thread notes what is to be written again."""
 
-    def __init__(self, rank: int, world_size: int, least: int, seal: Seal, inside: InReplica = ALONE) -> None:
+    def __init__(self, rank: int, world_size: int, least: int, inside: InReplica = ALONE) -> None:
         self._rank, self._world_size, self._least, self._inside = rank, world_size, least, inside
-        self._seal = seal
         self._words: dict[str, str] = {}  # as they lie in the store
         self._began_at: float | None = None
 
@@ -62,12 +61,12 @@ class Refill:
         for key, word in list(self._words.items()):
             store.compare_set(key, "", word)
         key = f"known/{self._inside.rank(self._rank)}"
-        store.set(key, self._seal.seal(key, view.encode()))
+        store.set(key, view.encode())
         known = {rank: own for rank in range(self._world_size) if (own := self._known(store, rank, view.job))}
         waited_s = time.monotonic() - self._began_at
         if (again := following(known, waited_s, least=self._least)) is not None:
-            sealed = self._seal.seal("view", again.encode())
-            if store.compare_set("view", "", sealed).decode() == sealed:
+            word = again.encode()
+            if store.compare_set("view", "", word).decode() == word:
                 _log.warning(
                     "generation %d, %s: the members, which the job's store has again",
                     again.generation,
@@ -80,8 +79,7 @@ class Refill:
 
     def _known(self, store: Any, rank: int, job: str) -> View | None:
         """The newest view of this job that a rank knows, if it has written one."""
-        key = f"known/{self._inside.rank(rank)}"
-        if (sealed := peek(store, key)) is None or (word := self._seal.open(key, sealed)) is None:
+        if (word := peek(store, f"known/{self._inside.rank(rank)}")) is None:
             return None
         view = View.decode(word, self._world_size)
         return view if view.job == job else None

@@ -6,8 +6,6 @@ chain of views and no split brain: a rank that cannot reach the store is not in 
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -236,29 +234,6 @@ class View:
 
 def _kind(word: object) -> LeavingKind:
     return LEAVING_KINDS[LEAVING_KINDS.index(word)]
-
-
-class Seal:
-    """Signs words in the job's store, so that only ranks that know the job's secret can have written them.
-
-    Without a secret, anyone who can reach the store can write there.
-    """
-
-    def __init__(self, secret: str) -> None:
-        self._key = secret.encode()
-
-    def seal(self, key: str, word: str) -> str:
-        """The word for ``key``, with its signature; it is valid for this key only."""
-        return f"{self._sign(key, word)} {word}"
-
-    def open(self, key: str, sealed: str) -> str | None:
-        """The word, or ``None`` if the signature is not of this job."""
-        signature, _, word = sealed.partition(" ")
-        expected = self._sign(key, word).encode()  # as bytes: the comparison of text accepts ASCII only
-        return word if hmac.compare_digest(signature.encode(), expected) else None
-
-    def _sign(self, key: str, word: str) -> str:
-        return hmac.new(self._key, f"{key}\n{word}".encode(), hashlib.sha256).hexdigest()[:32]
 
 
 class Silence:

@@ -26,7 +26,6 @@ from straggle.commands.config import load
 TOOLS = ROOT.parent / "shared" / "tools"  # beside the checkout: an engine, and a base image where there is no registry
 FILES = ("docker-compose.yml", "docker-compose.gpu.yml")
 MEMBERS = (FILES[0], "docker-compose.members.yml")
-SECRET = {"STRAGGLE_JOB_SECRET": "0123456789abcdef" * 2}
 BASE = "python:3.11-slim"
 NUM_WORKERS = 4
 PACE = 8.0  # longer sleeps than the cluster has by itself leave the cores to other tests
@@ -56,7 +55,7 @@ def plugin() -> None:
 def configuration(*files: str, **variables: str) -> dict[str, Any]:
     arguments = [argument for file in files for argument in ("-f", str(ROOT / "docker" / file))]
     arguments += ["--profile", "*", "config", "--format", "json"]
-    environment = {**os.environ, **SECRET, **variables}
+    environment = {**os.environ, **variables}
     found: dict[str, Any] = json.loads(run("docker", "compose", *arguments, env=environment))
     return found
 
@@ -112,25 +111,9 @@ def test_each_member_is_a_node_with_a_number_of_its_own_and_the_store_is_in_none
     assert [words["NODE_RANK"] for words in said] == [str(rank) for rank in range(NUM_WORKERS)]
     assert {words["NODES"] for words in said} == {str(NUM_WORKERS)}
     assert {words["STORE"] for words in said} == {f"store:{services['store']['entrypoint'][-1]}"}
-    assert {words["STRAGGLE_JOB_SECRET"] for words in said} == set(SECRET.values())
     assert {member["restart"] for member in members} == {"no"}
     assert all(services[name]["deploy"]["replicas"] == 0 for name in ("worker", "slow"))
     load("train", ["members=elastic", *members[0]["command"]])
-
-
-@pytest.mark.usefixtures("plugin")
-def test_without_a_secret_compose_says_what_to_do() -> None:
-    arguments = [argument for file in MEMBERS for argument in ("-f", str(ROOT / "docker" / file))]
-    done = subprocess.run(
-        ["docker", "compose", *arguments, "--env-file", os.devnull, "config"],
-        env={name: value for name, value in os.environ.items() if name not in SECRET},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode != 0
-    assert "STRAGGLE_JOB_SECRET" in done.stderr
-    assert "docker/.env" in done.stderr
 
 
 def test_what_the_image_is_made_of_is_in_the_build_context() -> None:
@@ -202,7 +185,6 @@ class Cluster:
         self.files = [argument for file in files or FILES[:1] for argument in ("-f", str(ROOT / "docker" / file))]
         self.variables = {
             **images,
-            **SECRET,
             "PROMETHEUS_PORT": str(self.port),
             "SUBNET": f"10.213.{os.getpid() % 256}.0/24",
             "FAST": str(NUM_WORKERS - 1),

@@ -17,7 +17,6 @@ from network import Network
 from repository import ROOT
 from training import TINY
 
-SECRET = "0123456789abcdef" * 2
 KEYS = (*TINY, "faults=none", "metrics=none", "report=false")
 
 
@@ -93,7 +92,7 @@ class Job:
         words += [*KEYS, "members=elastic", "members.min_ranks=1", "resume=auto", "merge.check_every=5"]
         words += ["faults=pace", "faults.pace.factor=6", "steps=1000000", f"run_dir={self.run_dir}"]
         machine = self.machines[number]
-        self.processes.append(machine.start(words, self.folder / f"{machine.host}.log", STRAGGLE_JOB_SECRET=SECRET))
+        self.processes.append(machine.start(words, self.folder / f"{machine.host}.log"))
 
     def reboot(self, number: int) -> None:
         """All processes of a machine are gone, and then its commands are given again."""

@@ -333,7 +333,7 @@ def test_workers_that_may_come_back_are_started_by_straggle_launch(
     assert expected in " ".join(printed.split())
     assert "torchrun" not in printed
     words = expected.removeprefix("-m straggle launch ").split()
-    assert launch_arguments(words, {"STRAGGLE_JOB_SECRET": "shared"}).script == "straggle"
+    assert launch_arguments(words, {}).script == "straggle"
 
 
 def test_workers_of_replicas_that_may_come_back_are_started_together(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_batch_script_starts_a_worker_for_each_gpu_or_as_many_as_it_is_told(
 STRAGGLE = """
 case "$*" in *--store-only*) echo "$$ $*" >store.part && mv store.part store && exec sleep 1000 ;; esac
 until [ -e store ]; do sleep 0.01; done
-echo "$STRAGGLE_JOB_SECRET $*" >node$SLURM_NODEID
+echo "$*" >node$SLURM_NODEID
 [ "$SLURM_NODEID" = 0 ] || kill -KILL $$
 """
 
@@ -159,18 +159,14 @@ def test_batch_script_of_members_outlives_a_node_that_is_lost_and_ends_its_store
     assert {"--no-kill", "--kill-on-bad-exit=0", "--wait=0"} <= set((tmp_path / "srun").read_text().split())
     pid, *store = (tmp_path / "store").read_text().split()
     wait_for_end(int(pid))
-    secrets = set()
     for number in range(2):
-        secret, *words = (tmp_path / f"node{number}").read_text().split()
-        given = launch_arguments(words[1:], {"STRAGGLE_JOB_SECRET": secret})
-        secrets.add(secret)
+        words = (tmp_path / f"node{number}").read_text().split()
+        given = launch_arguments(words[1:], {})
         assert (given.nnodes, given.node_rank, given.nproc_per_node, given.external_store) == (2, number, 1, True)
         assert (given.module, given.script, given.preload) == (True, "straggle", ("straggle.commands.train",))
         assert store == ["launch", "--store-only", "--port", str(given.rdzv_endpoint.port)]
         config = load("train", given.arguments[1:])
         assert (config.resume, config.members.min_ranks, config.steps) == ("auto", 1, 100)
-    (secret,) = secrets
-    assert len(secret) == 32
 
 
 # one task for each rank; what pyxis would make of its options is left out
@@ -366,9 +362,9 @@ class Pods:
     def start_worker(self, rank: int, *keys: str) -> subprocess.Popen[bytes]:
         """The pod with this number, which the Job's controller would give it."""
         environment = {variable["name"]: variable.get("value") for variable in self.worker["env"]}
-        assert {name for name, value in environment.items() if value is None} == {"NODE_RANK", "STRAGGLE_JOB_SECRET"}
+        assert {name for name, value in environment.items() if value is None} == {"NODE_RANK"}
         environment |= {"STORE": f"127.0.0.1:{self.port}", "NODES": str(self.num_workers), "KEYS": " ".join(keys)}
-        environment |= {"NODE_RANK": str(rank), "STRAGGLE_JOB_SECRET": "0123456789abcdef" * 2}
+        environment |= {"NODE_RANK": str(rank)}
         (program,) = self.worker["command"]  # as the Dockerfile names it
         path = ROOT / "docker" / f"{program.removeprefix('straggle-')}.py"
         return self.start(f"rank{rank}", [sys.executable, str(path), *self.worker["args"]], environment)

@@ -38,7 +38,7 @@ from straggle.members.agents import DO_NOT_RESTART, Exited
 ONLY_TORCHRUN = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
 OF_THE_STORE = {"MASTER_ADDR", "MASTER_PORT"}
 BOTH_WAYS = pytest.mark.parametrize("way", [(), ("--preload=json",)], ids=["new process", "forked"])
-OURS = {"MALLOC_ARENA_MAX", "STRAGGLE_ELASTIC", "STRAGGLE_JOB_SECRET", "TORCH_GLOO_LAZY_INIT"}
+OURS = {"MALLOC_ARENA_MAX", "STRAGGLE_ELASTIC", "TORCH_GLOO_LAZY_INIT"}
 
 # -- the environment
 
@@ -79,21 +79,6 @@ def test_a_worker_that_peers_miss_is_looked_at_by_its_agent(tmp_path: Path) -> N
         os.kill(pid, signal.SIGCONT)
         (tmp_path / "end").touch()
         assert job.status() == 0
-
-
-def test_workers_share_a_secret_that_is_drawn_for_each_job(tmp_path: Path) -> None:
-    secrets = []
-    for name in ("one", "two"):
-        folder = tmp_path / name
-        folder.mkdir()
-        with launched(folder, "", "--nproc-per-node", 2, STRAGGLE_JOB_SECRET="") as job:
-            assert job.status() == 0
-        drawn = {json.loads(left(folder, "environment", rank))["STRAGGLE_JOB_SECRET"] for rank in range(2)}
-        assert len(drawn) == 1
-        assert re.fullmatch("[0-9a-f]{32}", *drawn)
-        assert min(drawn) not in job.log.read_text()
-        secrets += drawn
-    assert secrets[0] != secrets[1]
 
 
 @BOTH_WAYS
@@ -375,14 +360,12 @@ def test_folder_of_the_process_ids_may_come_from_the_environment(tmp_path: Path)
 
 # -- several nodes, on one machine
 
-SECRET = "0123456789abcdef" * 2
-
 
 @contextlib.contextmanager
 def node(number: int, folder: Path, body: str, port: int, *options: object) -> Iterator[Started]:
     """The launcher of one of two nodes with two workers each."""
     words = ["--nnodes=2", "--nproc-per-node=2", f"--node-rank={number}", f"--rdzv-endpoint=127.0.0.1:{port}"]
-    with launched(folder, body, *words, *options, STRAGGLE_JOB_SECRET=SECRET) as job:
+    with launched(folder, body, *words, *options) as job:
         yield job
 
 
@@ -397,9 +380,9 @@ def test_nodes_number_their_ranks_and_the_store_stays_until_both_have_ended(tmp_
             (tmp_path / "end").touch()
             assert [second.status(), first.status()] == [0, 0]
     environments = [json.loads(left(tmp_path, "environment", rank)) for rank in range(4)]
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "STRAGGLE_JOB_SECRET")
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
     found = [tuple(environment[name] for name in names) for environment in environments]
-    assert found == [(str(rank), str(rank % 2), "4", "2", str(rank // 2), SECRET) for rank in range(4)]
+    assert found == [(str(rank), str(rank % 2), "4", "2", str(rank // 2)) for rank in range(4)]
 
 
 def test_launcher_that_waits_for_a_store_ends_when_it_is_told(tmp_path: Path) -> None:
@@ -452,14 +435,6 @@ def test_ranks_of_two_nodes_meet_over_a_store_of_its_own(tmp_path: Path) -> None
     ):
         assert [first.status(), second.status()] == [0, 0]
     assert [left(tmp_path, "sum", rank) for rank in range(2)] == ["3.0", "3.0"]
-
-
-def test_several_nodes_without_a_secret_are_refused_with_what_to_do(tmp_path: Path) -> None:
-    options = ["--nnodes=2", "--node-rank=0", "--rdzv-endpoint=127.0.0.1:0"]
-    with launched(tmp_path, "", *options) as job:
-        assert job.status() == 2
-    assert "several nodes need the same STRAGGLE_JOB_SECRET" in job.log.read_text()
-    assert "Traceback" not in job.log.read_text()
 
 
 def test_port_that_is_taken_is_refused_without_a_traceback(tmp_path: Path) -> None:

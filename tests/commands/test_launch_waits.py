@@ -126,7 +126,7 @@ def test_launcher_of_another_node_says_in_the_store_that_its_worker_is_down(
 ) -> None:
     address = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
     options = [*WAYS, "--nnodes=2", "--max-restarts=0", address]
-    around = {"GLOO_SOCKET_IFNAME": "lo", "STRAGGLE_JOB_SECRET": "of all nodes"}
+    around = {"GLOO_SOCKET_IFNAME": "lo"}
     with (
         launched(tmp_path, job("import", members), *options, "--node-rank=0", **around) as first,
         launched(tmp_path, job("import", members), *options, "--node-rank=1", **around) as second,

@@ -68,7 +68,7 @@ def test_worker_finds_what_a_new_process_finds(program: tuple[str, ...], safe: s
         path.rename(path.with_name("__main__.py"))
     for way in ((), ("--preload=json",)):
         words = [*way, "--nproc-per-node=2", *program, "a", "b c"]
-        environment = {"STRAGGLE_JOB_SECRET": "s", "OMP_NUM_THREADS": "3", "PYTHONSAFEPATH": safe}
+        environment = {"OMP_NUM_THREADS": "3", "PYTHONSAFEPATH": safe}
         environment |= {"PYTHONPATH": str(tmp_path)} if safe else {}
         with started_command("launch", *words, folder=tmp_path, environment=environment) as job:
             assert job.status() == 0, job.log.read_text()

@@ -108,7 +108,7 @@ def check_command(words: list[str]) -> None:
         assert arguments[0] == "launch", arguments[0]
         if arguments[1] == "--store-only":
             return
-        given = launch_arguments(arguments[1:], {"STRAGGLE_JOB_SECRET": "as the page says"})
+        given = launch_arguments(arguments[1:], {})
         program, arguments = "torchrun", [*(["-m"] if given.module else []), given.script, *given.arguments]
     if program == "./launch.sh":
         assert os.access(ROOT / program, os.X_OK)

@@ -593,23 +593,6 @@ def test_what_was_in_flight_to_a_dead_rank_is_lost_for_one_step_and_reported():
 
 
 @pytest.mark.slow
-def test_who_does_not_know_the_secret_of_the_job_is_not_let_in():
-    with run_job(3, train, Loop(plain), environment={"STRAGGLE_JOB_SECRET": "right"}) as job:
-        job.walk(6)
-        job.kill(2)
-        job.walk(6, [0, 1])
-        job.start(2, environment={"STRAGGLE_JOB_SECRET": "wrong"})
-        error = job.result(2)
-        assert isinstance(error, Raised)
-        assert "STRAGGLE_JOB_SECRET" in error.message
-        job.kill(2)
-        job.walk(6, [0, 1])
-        job.start(2)
-        job.walk(6)
-        check_equal(job.finish())
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_replicas_stay_identical_whatever_happens_to_whom(seed):
     chance = random.Random(seed)

@@ -14,7 +14,6 @@ import torch
 
 from straggle.commands.launching.store_host import StoreAddress
 
-SECRET = "STRAGGLE_JOB_SECRET"
 PIDS_DIR = "STRAGGLE_PIDS_DIR"
 _EXAMPLES = """\
 examples:
@@ -104,10 +103,6 @@ def arguments(words: Sequence[str], environment: Mapping[str, str] = os.environ)
         options.error(
             f"--replica-size {given.replica_size}: a replica is on one node, so --nproc-per-node must be a multiple of "
             f"it, and is {given.nproc_per_node}"
-        )
-    if given.nnodes > 1 and not environment.get(SECRET):
-        options.error(
-            f"several nodes need the same {SECRET} in the environment of each launcher: `openssl rand -hex 16`"
         )
     return given
 

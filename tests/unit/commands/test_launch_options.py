@@ -14,7 +14,6 @@ from straggle.commands.launching.launch_options import arguments, port_number
 from straggle.commands.launching.store_host import StoreAddress
 
 TWO_NODES = ["--nnodes", "2", "--rdzv-endpoint", "node0:29500"]
-SECRET = {"STRAGGLE_JOB_SECRET": "s"}
 JOB = LaunchedJob(4, 2, 1, StoreAddress("node0", 29500), "job7", 10)
 
 
@@ -29,14 +28,12 @@ def test_options_end_at_the_script_and_may_be_written_with_underscores() -> None
 def test_torchruns_variables_are_the_defaults_as_kubeflow_sets_them() -> None:
     variables = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "3", "PET_NODE_RANK": "1", "PET_MAX_RESTARTS": "4"}
     place = {"PET_MASTER_ADDR": "job-node-0-0.job", "PET_MASTER_PORT": "29400"}
-    given = arguments(["a.py"], {**SECRET, **variables, **place})
+    given = arguments(["a.py"], {**variables, **place})
     assert (given.nnodes, given.nproc_per_node, given.node_rank, given.max_restarts) == (2, 3, 1, 4)
     assert given.rdzv_endpoint == StoreAddress("job-node-0-0.job", 29400)
-    given = arguments(
-        [*TWO_NODES, "--node_rank", "0", "--nproc-per-node", "1", "a.py"], {**SECRET, **variables, **place}
-    )
+    given = arguments([*TWO_NODES, "--node_rank", "0", "--nproc-per-node", "1", "a.py"], {**variables, **place})
     assert (given.nproc_per_node, given.node_rank, given.rdzv_endpoint) == (1, 0, StoreAddress("node0", 29500))
-    given = arguments(["a.py"], {**SECRET, **variables, **place, "PET_RDZV_ENDPOINT": "store:1"})
+    given = arguments(["a.py"], {**variables, **place, "PET_RDZV_ENDPOINT": "store:1"})
     assert given.rdzv_endpoint == StoreAddress("store", 1)
     assert arguments(["--nproc-per-node", "cpu", "a.py"], {}).nproc_per_node == os.cpu_count()
     empty = {
@@ -69,11 +66,10 @@ def test_torchruns_variables_are_the_defaults_as_kubeflow_sets_them() -> None:
         (["--restart-delay-s", "soon", "a.py"], {}, "soon: must be seconds, at least 0"),
         (["--rdzv-endpoint", "node0", "a.py"], {}, "'node0' is no HOST:PORT, such as node0:29500"),
         (["--rdzv-endpoint", "node0:99999", "a.py"], {}, "'node0:99999' is no HOST:PORT"),
-        (["--nnodes", "2", "--node-rank", "0", "a.py"], SECRET, "need --node-rank, 0 on the first, and the same"),
-        ([*TWO_NODES, "a.py"], SECRET, "several nodes need --node-rank, 0 on the first"),
-        ([*TWO_NODES, "--node-rank", "2", "a.py"], SECRET, "--node-rank 2: with --nnodes 2 it is 0 to 1"),
-        ([*TWO_NODES, "--node-rank", "1", "--standalone", "a.py"], SECRET, "--standalone is for one node"),
-        ([*TWO_NODES, "--node-rank", "1", "a.py"], {}, "several nodes need the same STRAGGLE_JOB_SECRET"),
+        (["--nnodes", "2", "--node-rank", "0", "a.py"], {}, "need --node-rank, 0 on the first, and the same"),
+        ([*TWO_NODES, "a.py"], {}, "several nodes need --node-rank, 0 on the first"),
+        ([*TWO_NODES, "--node-rank", "2", "a.py"], {}, "--node-rank 2: with --nnodes 2 it is 0 to 1"),
+        ([*TWO_NODES, "--node-rank", "1", "--standalone", "a.py"], {}, "--standalone is for one node"),
         (["--external-store", "a.py"], {}, "--external-store needs --rdzv-endpoint HOST:PORT"),
         (["--nproc", "2", "a.py"], {}, "unrecognized arguments: --nproc"),
     ],
@@ -97,7 +93,7 @@ def test_help_fits_on_a_screen(capsys: pytest.CaptureFixture[str], monkeypatch: 
 
 
 def test_ranks_of_a_node_follow_those_of_the_node_before() -> None:
-    found = [worker_environment(JOB, local_rank, SECRET) for local_rank in range(4)]
+    found = [worker_environment(JOB, local_rank, {}) for local_rank in range(4)]
     assert [environment["RANK"] for environment in found] == ["4", "5", "6", "7"]
     assert {(e["WORLD_SIZE"], e["LOCAL_WORLD_SIZE"], e["GROUP_RANK"]) for e in found} == {("8", "4", "1")}
     assert {(e["MASTER_ADDR"], e["MASTER_PORT"]) for e in found} == {("node0", "29500")}
@@ -105,9 +101,9 @@ def test_ranks_of_a_node_follow_those_of_the_node_before() -> None:
 
 def test_what_the_user_has_set_stays_and_what_an_outer_job_has_set_does_not() -> None:
     users = {"OMP_NUM_THREADS": "3", "MALLOC_ARENA_MAX": "7", "TORCH_GLOO_LAZY_INIT": "0", "PATH": "/bin"}
-    found = worker_environment(JOB, 0, {**users, **SECRET, "RANK": "17", "MASTER_ADDR": "elsewhere"})
-    assert found.items() >= {**users, **SECRET, "RANK": "4", "MASTER_ADDR": "node0"}.items()
-    plain = worker_environment(replace(JOB, nproc_per_node=10**6), 0, SECRET)
+    found = worker_environment(JOB, 0, {**users, "RANK": "17", "MASTER_ADDR": "elsewhere"})
+    assert found.items() >= {**users, "RANK": "4", "MASTER_ADDR": "node0"}.items()
+    plain = worker_environment(replace(JOB, nproc_per_node=10**6), 0, {})
     names = ("OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "TORCH_GLOO_LAZY_INIT")
     assert [plain[name] for name in names] == ["1", "2", "1"]
 

@@ -17,9 +17,8 @@ from straggle.members.failure_detector import key_of_end
 from straggle.members.in_replica import ALONE, InReplica
 from straggle.members.join_requests import JoinRequests
 from straggle.members.membership import Membership
-from straggle.members.view import DONE, Change, Elastic, Seal, View
+from straggle.members.view import DONE, Change, Elastic, View
 
-SEAL = Seal("secret")
 LIMIT_S = 20.0
 VIEW = View(0, {0: "a", 1: "b"})
 
@@ -34,8 +33,8 @@ def test_ranks_of_a_member_are_one_after_the_other() -> None:
 
 def test_replica_is_wanted_when_all_of_its_ranks_have_asked_as_one() -> None:
     store = dist.HashStore()
-    asking = [JoinRequests(1, 2, name, SEAL, InReplica(shard, 2)) for shard, name in ((0, "new"), (1, "new"))]
-    leader = JoinRequests(0, 2, "a", SEAL, InReplica(1, 2))
+    asking = [JoinRequests(1, 2, name, InReplica(shard, 2)) for shard, name in ((0, "new"), (1, "new"))]
+    leader = JoinRequests(0, 2, "a", InReplica(1, 2))
 
     def wanted() -> dict[int, str]:
         leader.hear(store, VIEW, ())
@@ -43,7 +42,7 @@ def test_replica_is_wanted_when_all_of_its_ranks_have_asked_as_one() -> None:
 
     asking[0].ask(store)
     assert wanted() == {}
-    JoinRequests(1, 2, "older", SEAL, InReplica(1, 2)).ask(store)  # of a process that is gone
+    JoinRequests(1, 2, "older", InReplica(1, 2)).ask(store)  # of a process that is gone
     assert wanted() == {}
     asking[1].ask(store)
     assert wanted() == {1: "new"}

@@ -8,15 +8,15 @@ import pytest
 import torch.distributed as dist
 
 from straggle.members.join_requests import JoinRequests, Refused
-from straggle.members.view import Seal, View
+from straggle.members.view import View
 
 OURS = {"buffers": [], "options": {"merge": "Merge()"}, "straggle": "0.1.0", "torch": "2.13.0"}
 VIEW = View(0, {0: "a", 2: "c"})
 
 
 def test_of_a_rank_that_is_kept_out_the_leader_takes_what_its_probe_says_and_lets_it_in_no_sooner() -> None:
-    store, seal = dist.HashStore(), Seal("secret")
-    asking, leader = JoinRequests(1, 3, "b", seal), JoinRequests(0, 3, "a", seal)
+    store = dist.HashStore()
+    asking, leader = JoinRequests(1, 3, "b"), JoinRequests(0, 3, "a")
     asking.ask(store)
     leader.hear(store, VIEW, {1})
     assert (leader.wanted, leader.probes) == ({}, {})
@@ -34,8 +34,8 @@ def test_of_a_rank_that_is_kept_out_the_leader_takes_what_its_probe_says_and_let
 
 def answered(**theirs: object) -> str | None:
     """What a newcomer is told that differs so from the members; ``None`` if it is wanted."""
-    store, seal = dist.HashStore(), Seal("")
-    asks, leader = JoinRequests(1, 2, "new", seal), JoinRequests(0, 2, "a", seal)
+    store = dist.HashStore()
+    asks, leader = JoinRequests(1, 2, "new"), JoinRequests(0, 2, "a")
     asks.description, leader.description = json.dumps({**OURS, **theirs}), json.dumps(OURS)
     asks.ask(store)
     leader.hear(store, View(3, {0: "a"}), ())

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from straggle.members.in_replica import ALONE
 from straggle.members.join_requests import JoinRequests
 from straggle.members.regrouping import Regrouping
-from straggle.members.view import Leaving, MergeProgress, Seal, View
+from straggle.members.view import Leaving, MergeProgress, View
 from straggle.members.view_chain import Hold
 
 
@@ -137,7 +137,7 @@ def test_request_is_taken_again_if_the_connection_breaks():
         def delete_key(self, _):
             raise dist.DistNetworkError("connection reset by peer")
 
-    joins = JoinRequests(0, 2, "a", Seal(""))
+    joins = JoinRequests(0, 2, "a")
     joins.wanted = {1: "c"}
     with pytest.raises(dist.DistNetworkError):
         joins.take(Broken(), OF_BOTH)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from straggle import Elastic
-from straggle.members.view import DONE, STARTED_AGAIN, WATCHED, Change, Leaving, Seal, Silence, View, leader
+from straggle.members.view import DONE, STARTED_AGAIN, WATCHED, Change, Leaving, Silence, View, leader
 
 SILENT = Leaving("silent", "no sign of life")
 VIEW = View(3, {0: "0-a", 2: "1-b", 3: "0-c"}, (Change(1, False, "ended"), Change(2, True, "came back")), 7, 0)
@@ -154,28 +154,6 @@ def test_changes_of_views_that_a_rank_has_missed_are_seen():
         Change(3, True, "came back"),
     )
     assert fourth.changes_since(fourth, heard) == ()
-
-
-# -- words in the store
-
-
-def test_sealed_word_is_opened_with_the_secret_and_for_its_key_only():
-    sealed = Seal("secret").seal("view", "a word, with spaces")
-    assert Seal("secret").open("view", sealed) == "a word, with spaces"
-    assert Seal("other").open("view", sealed) is None
-    assert Seal("").open("view", sealed) is None
-    assert Seal("secret").open("join/1", sealed) is None
-
-
-@pytest.mark.parametrize("written", ["", " ", "word", "0 word", "\u00e9 word", "\u00e9"])
-def test_word_without_its_signature_is_none_of_the_job(written):
-    assert Seal("secret").open("view", written) is None
-
-
-def test_changed_word_is_none_of_the_job():
-    sealed = Seal("secret").seal("view", "word 1")
-    assert Seal("secret").open("view", sealed.replace("word 1", "word 2")) is None
-    assert Seal("secret").open("view", sealed.replace("word 1", "word 1 ")) is None
 
 
 # -- silence
