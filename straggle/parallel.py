@@ -439,6 +439,11 @@ class StagedDataParallel(nn.Module):
         self.resume()
 
     @property
+    def measures_links(self) -> bool:
+        """Whether this rank measures its links (``links``)."""
+        return bool(self._of_the_job) and self._pings is not None
+
+    @property
     def ping_bytes(self) -> int:
         """Bytes that this rank has sent to measure its links; 0 if it does not (``links``)."""
         return self._pings.num_bytes if self._of_the_job and self._pings is not None else 0

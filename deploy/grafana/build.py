@@ -88,6 +88,14 @@ def firing(labels: str) -> str:
 # -- panels
 
 
+def closed_row(title: str, *panels: Any) -> build.Row:
+    """A row of panels that is not drawn before a reader opens it."""
+    row = build.Row(title)
+    for number, panel in enumerate(panels, start=101):  # behind those of the board itself
+        row.with_panel(panel.id(number))
+    return row
+
+
 def query(expr: str, legend: str = "") -> prometheus.Dataquery:
     return prometheus.Dataquery().expr(expr).legend_format(legend).datasource(SOURCE).range()
 
@@ -314,30 +322,37 @@ def run_panels() -> list[Any]:
             {"a rank": f"avg by (job, run) ({rate('merged_bytes_total')})"},
         ),
         lines("Loss", "short", "Mean over ranks, last step.", {"loss {{run}}": now("loss", RUN, "avg by (job, run)")}),
-        build.Row("Links"),
         lines(
             "On the network",
             "s",
             "Seconds of a step from when the last rank had submitted until all was merged.",
             {"a step": network_mean()},
         ),
-        lines(
-            "Latency of links",
-            "s",
-            "Seconds until a first byte from a rank is with a peer, as pings measured it.",
-            {"rank {{rank}}": now("link_latency_seconds")},
-        ),
-        lines("Links, up", "Bps", "What a rank can send, as pings measured it.", {"rank {{rank}}": link_rate("up")}),
-        lines(
-            "Links, down", "Bps", "What a rank can receive, as pings measured it.", {"rank {{rank}}": link_rate("down")}
-        ),
-        rows(
-            "Slow links",
-            "percentunit",
-            1,
-            "Red while a rank's link is slower than the others' and makes steps longer.",
-            now("link_slow"),
-            "rank {{rank}}",
+        closed_row(
+            "Links, if they are measured",
+            rows(
+                "Slow links",
+                "percentunit",
+                1,
+                "Red while a rank's link is slower than the others' and makes steps longer.",
+                now("link_slow"),
+                "rank {{rank}}",
+            ),
+            lines(
+                "Latency of links",
+                "s",
+                "Seconds until a first byte from a rank is with a peer, as pings measured it.",
+                {"rank {{rank}}": now("link_latency_seconds")},
+            ),
+            lines(
+                "Links, up", "Bps", "What a rank can send, as pings measured it.", {"rank {{rank}}": link_rate("up")}
+            ),
+            lines(
+                "Links, down",
+                "Bps",
+                "What a rank can receive, as pings measured it.",
+                {"rank {{rank}}": link_rate("down")},
+            ),
         ),
         build.Row("Members"),
         lines(

@@ -84,14 +84,19 @@ LABELS: dict[str, tuple[str, tuple[str, ...]]] = {
     "estimates": ("stage", ()),
     "stuck_info": ("where", ("",)),
 }
+# which a rank has only if it measures its links
+OF_LINKS = ("ping_bytes", "link_slow", "link_latency_seconds", "link_bytes_per_second")
 # which have no series before their first value
 _LATER = ("samples", "loss", "predicted_dropped_ratio")
 
 
 class Series:
-    """The series of one rank, in a registry of their own: written by one thread, read by others at any time."""
+    """The series of one rank, in a registry of their own: written by one thread, read by others at any time.
 
-    def __init__(self, rank: int) -> None:
+    ``links``: those of links, too.
+    """
+
+    def __init__(self, rank: int, *, links: bool = True) -> None:
         self.registry = _Registry()
         self._rank = rank
         self._families: dict[str, Any] = {}
@@ -100,12 +105,12 @@ class Series:
         for kind, texts in kinds.items():
             for name, text in texts.items():
                 labels = ["rank", LABELS[name][0]] if name in LABELS else ["rank"]
+                if not links and name in OF_LINKS:
+                    continue
                 self._families[name] = kind(f"straggle_{name}", text, labels, registry=self.registry)
         self._found: dict[str, dict[object, Any]] = {name: {} for name in self._families}
-        for name in self._families.keys() - LABELS.keys() - set(_LATER):
-            self.of(name)
-        for name, (_, values) in LABELS.items():
-            for value in values:
+        for name in self._families.keys() - set(_LATER):
+            for value in LABELS[name][1] if name in LABELS else (None,):
                 self.of(name, value)
 
     def of(self, name: str, value: object = None) -> Any:
@@ -119,7 +124,7 @@ class Series:
         """One step more: its numbers that are declared with a metric."""
         declaring: type = type(report)
         for own in numbers_of(declaring):
-            if (metric := own.metric) is not None:
+            if (metric := own.metric) is not None and metric.name in self._families:
                 series = self.of(metric.name, None if metric.label is None else metric.label[1])
                 (series.inc if metric.kind == "counter" else series.set)(getattr(report, own.name))
 

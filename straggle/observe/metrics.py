@@ -153,7 +153,7 @@ class StepMetrics:
     """
 
     def __init__(self, model: StagedDataParallel, *, samples_per_step: int | None = None) -> None:
-        self._series = Series(model.job_rank)
+        self._series = Series(model.job_rank, links=model.measures_links)
         self._of, self.registry = self._series.of, self._series.registry
         self._rank = model.rank
         self._model = model
@@ -182,7 +182,8 @@ class StepMetrics:
         self._count_stages(report.stages, own)
         self._series.add(report)
         self._series.add(own)
-        self._show_link(record.plan, report)
+        if self._model.measures_links:
+            self._show_link(record.plan, report)
         self._of("steps").inc()
         if report.different_ranks is not None:
             self._of("replica_checks").inc()

@@ -18,10 +18,19 @@ from dashboards import PROMETHEUS, ROOT, Prometheus, backfill, missing, training
 
 GRAFANA = ROOT / "deploy" / "grafana"
 BOARDS = {path.name: json.loads(path.read_text()) for path in sorted((GRAFANA / "dashboards").glob("*.json"))}
+
+
+def panels_of(board: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """All of them, those in closed rows too."""
+    for panel in board["panels"]:
+        yield panel
+        yield from panel.get("panels", [])
+
+
 TARGETS = [
     pytest.param(name, target["expr"], id=f"{name}: {panel['title']} {target['refId']}")
     for name, board in BOARDS.items()
-    for panel in board["panels"]
+    for panel in panels_of(board)
     for target in panel.get("targets", [])
 ]
 ASKED = re.findall(r"`([^`]+)`", (ROOT / "docs" / "see.md").read_text().split("| ask |")[1].split("## Grafana")[0])
@@ -97,7 +106,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     """A Prometheus that scrapes a real run of three ranks, of which the last is slow and sometimes hangs."""
     folder = tmp_path_factory.mktemp("live")
     hangs = ("faults.stall.seconds=3", "late_handling.stuck_after_s=1")
-    with training(folder, "+metrics.targets.labels.run=nightly", "merge.check_every=10", *hangs):
+    with training(folder, "+metrics.targets.labels.run=nightly", "merge.check_every=10", "links=true", *hangs):
         prometheus = Prometheus(folder)
         try:
             begun = time.monotonic()
@@ -190,7 +199,7 @@ def test_queries_of_draws_and_of_links_find_the_numbers_of_a_run(tmp_path: Path)
     }
 
 
-RUN_PANELS = {panel["title"]: panel for panel in BOARDS["run.json"]["panels"]}
+RUN_PANELS = {panel["title"]: panel for panel in panels_of(BOARDS["run.json"])}
 LINKS = ("Latency of links", "Links, up", "Links, down", "Slow links")
 DRAWS = {
     "drawn": next(own.values[1] for own in TARGETS if "straggle_micro_batches_total" in own.values[1]),

@@ -177,8 +177,11 @@ def test_stages_of_one_name_are_told_apart():
     assert stage_labels(StagePlan(tuple(stages))) == ["a", "b", "a#2", "a#3"]
 
 
-def whole_text(rank):
-    with staged(mlp(), deadline=Predicting()) as model, MetricsExporter(model, port=0, samples_per_step=8) as exporter:
+def whole_text(rank, links):
+    with (
+        staged(mlp(), deadline=Predicting(), links=links) as model,
+        MetricsExporter(model, port=0, samples_per_step=8) as exporter,
+    ):
         train(model, rank, 2)
         exporter.close()  # when both steps are counted
         return generate_latest(exporter.registry).decode()
@@ -186,7 +189,18 @@ def whole_text(rank):
 
 @pytest.fixture(scope="module")
 def text():
-    return run_ranks(whole_text, 1)[0]
+    return run_ranks(whole_text, 2, True)[0]
+
+
+def test_job_that_does_not_measure_its_links_has_no_metrics_of_them(text):
+    (without, _) = run_ranks(whole_text, 2, None)
+    names = [{family.name for family in text_string_to_metric_families(own)} for own in (text, without)]
+    assert names[0] - names[1] == {
+        "straggle_ping_bytes",
+        "straggle_link_slow",
+        "straggle_link_latency_seconds",
+        "straggle_link_bytes_per_second",
+    }
 
 
 def test_names_and_help_follow_the_conventions(text):
