@@ -33,10 +33,10 @@ from straggle.lab.simulate.communication import Constant
 from straggle.lab.simulate.ranks import simulate_times
 from straggle.lab.simulate.units import Units, Work
 from straggle.policies.auto_deadline import choose_for
-from straggle.policies.deadline import next_deadline, quantile_of
-from straggle.policies.history import HistoryWindow, StepProgress
+from straggle.policies.deadline import quantile_of
 from straggle.policies.price import price_of
 from straggle.policies.recorded_steps import StepTimes
+from straggle.policies.simulated_ranks import GivenStep, SimulatedRanks
 from straggle.policies.step_model import StopRules, computed_share, parts_of, simulate_step
 from straggle.report import text_table
 
@@ -325,28 +325,12 @@ def with_late_loader(unit_s, loads_s, policy, late_handling):
     units = Work(SHORT_S, num_stages=LAYERS).units("stage")
     rules = replace(StopRules.of(policy, late_handling, ranks), checks=1)
     policy.prepare(late_handling, [1] * LAYERS)
-    window = HistoryWindow(policy.window, ranks)
-    if policy.wants_progress:
-        window.watch(units.stage_share)
-    next_s, left_s, stood_in, rows = math.inf, torch.zeros(ranks), torch.zeros(ranks, dtype=torch.bool), []
+    loop, rows = SimulatedRanks(policy, rules, num_ranks=ranks, stage_share=units.stage_share), []
     for step in range(steps):
-        begin_s = torch.where(stood_in, left_s, loads_s[step])  # the batch that it was late with is loaded once
-        would = simulate_step(unit_s[step], next_s, rules, begin_s, stood_in)
-        step_s, stood_in = float(would.seconds) + MERGE_S, would.stood_in
-        left_s = (begin_s - step_s).clamp(min=0.0)
-        part = computed_share(unit_s[step], would, rules)
-        rows.append((step_s, float(1 - (part @ units.share).mean())))
-        progress = StepProgress(
-            unit_s=unit_s[step].where(part >= 1, math.nan),
-            unit_share=units.share.expand(ranks, -1),
-            computed=part,
-            weight=torch.ones(ranks),
-            entered_s=torch.minimum(begin_s, would.end_s),
-            overhead_s=torch.tensor(MERGE_S),
-        )
-        own_s = would.own_s.masked_fill(stood_in, math.nan).tolist()
-        decided = next_deadline(policy, window.append(own_s, (~would.late).tolist(), progress))
-        next_s, rules = decided.seconds, replace(rules, after_quorum_s=decided.after_quorum_s)
+        begin_s = torch.where(loop.stood_in, loop.behind_s, loads_s[step])  # what it was late with is loaded once
+        given = GivenStep(unit_s[step], units.share.expand(ranks, -1), begin_s)
+        ended = loop.step(given, lambda done: float(done.seconds) + MERGE_S)
+        rows.append((ended.seconds, float(1 - (ended.part @ units.share).mean())))
     return torch.tensor(rows)[FIRST:].unbind(1)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -15,16 +13,9 @@ from straggle.advise.timings import Timings
 from straggle.observe.intervals import Interval, prediction_interval, span, steps_interval
 from straggle.observe.run import Array
 from straggle.policies.auto_deadline import AutoDeadline
-from straggle.policies.deadline import (
-    Deadline,
-    FirstK,
-    LateHandling,
-    QuantileDeadline,
-    WaitForAll,
-    next_deadline,
-)
-from straggle.policies.history import HistoryWindow, StepProgress
-from straggle.policies.step_model import StopRules, computed_share, parts_of, simulate_step
+from straggle.policies.deadline import Deadline, FirstK, LateHandling, QuantileDeadline, WaitForAll
+from straggle.policies.simulated_ranks import GivenStep, SimulatedRanks
+from straggle.policies.step_model import SimulatedStep, StopRules, parts_of
 from straggle.policies.wrappers import DropBudget
 
 # of a step's time, by which predictions missed what came in recorded jobs, beside noise;
@@ -197,7 +188,7 @@ def replay(
     cautious: bool = False,
     passes_by: bool = False,
 ) -> Replayed:
-    """Step by step: the policy sees what it would have seen, so a rank that it stops looks stopped.
+    """The recorded steps, one after another, under a policy (`SimulatedRanks`).
 
     A rank that was stood in for goes through its loop for each step that it missed, loads for it unless it
     ``passes_by``, and when it is ``max_lag`` of them behind its peers wait.
@@ -207,72 +198,26 @@ def replay(
     """
     late_handling = late_handling or LateHandling()
     rules = replace(StopRules.of(policy, late_handling, timings.num_ranks), checks=int(cautious))
-    policy.prepare(late_handling, parts_of(len(timings.stage_share), late_handling.granularity, rules.checks))
-    window = HistoryWindow(policy.window, timings.num_ranks)
     stage_share = torch.from_numpy(timings.stage_share).float()
-    if policy.wants_progress:
-        window.watch(stage_share)
+    policy.prepare(late_handling, parts_of(len(stage_share), late_handling.granularity, rules.checks))
+    ranks = SimulatedRanks(
+        policy, rules, num_ranks=timings.num_ranks, stage_share=stage_share, max_lag=late_handling.max_lag
+    )
     unit_s, share, entered_s = (torch.from_numpy(a) for a in (timings.unit_s, timings.unit_share, timings.entered_s))
-    weight, stages = torch.ones(timings.num_ranks), len(stage_share)
-    seconds, dropped, late = list[float](), list[float](), list[Array]()
-    deadline_s = math.inf
-    behind_s = torch.zeros(timings.num_ranks)  # what a rank that was stood in for still has to do, and whether it was
-    stood_in = torch.zeros(timings.num_ranks, dtype=torch.bool)
-    missed = Missed(timings.num_ranks, late_handling.max_lag)
     in_hand_s = torch.from_numpy(timings.phases["data"]) if passes_by else torch.zeros_like(entered_s)
-    for step in range(timings.num_steps):
-        begin_s = (entered_s[step] - in_hand_s[step].where(stood_in, 0.0)).clamp(min=0.0) + behind_s
-        would = simulate_step(unit_s[step], deadline_s, rules, begin_s, behind=stood_in)
-        stood_in, network_s = would.stood_in, float(timings.network_s[step])
-        if cautious and bool(would.late.any()):
-            network_s *= 2
-        step_s = missed.seconds(begin_s, stood_in, float(would.seconds) + network_s)
-        behind_s = (begin_s - step_s).clamp(min=0.0).where(stood_in, 0.0)
-        part = computed_share(unit_s[step], would, rules)
-        seconds.append(step_s)
-        dropped.append(float(1 - (part * share[step]).sum(-1).mean()))
-        late.append(would.late.numpy())
-        progress = StepProgress(
-            unit_s=unit_s[step].where(part >= 1, math.nan).float(),
-            unit_share=share[step].float(),
-            computed=_by_stage(part, share[step], stages),
-            weight=weight,
-            entered_s=torch.minimum(begin_s, would.end_s).float(),
-            overhead_s=torch.tensor(network_s),
-        )
-        compute_s = would.own_s.masked_fill(stood_in, math.nan).tolist()
-        decided = next_deadline(policy, window.append(compute_s, (~would.late).tolist(), progress))
-        deadline_s, rules = decided.seconds, replace(rules, after_quorum_s=decided.after_quorum_s)
-    return Replayed(np.array(seconds), np.array(dropped), np.array(late), missed.most)
+    seconds, dropped, late = list[float](), list[float](), list[Array]()
+    for step, network_s in enumerate(timings.network_s.tolist()):
+        held_s = (entered_s[step] - in_hand_s[step].where(ranks.stood_in, 0.0)).clamp(min=0.0)
+        given = GivenStep(unit_s[step], share[step], held_s + ranks.behind_s)
+        ended = ranks.step(given, partial(_seconds, network_s, cautious))
+        seconds.append(ended.seconds)
+        dropped.append(float(1 - (ended.part * share[step]).sum(-1).mean()))
+        late.append(ended.done.late.numpy())
+    return Replayed(np.array(seconds), np.array(dropped), np.array(late), ranks.most_lag)
 
 
-class Missed:
-    """The steps that each rank has missed and not yet come to; at most ``max_lag`` of them, for more its peers wait."""
-
-    def __init__(self, num_ranks: int, max_lag: int) -> None:
-        self._entered_at: list[deque[float]] = [deque() for _ in range(num_ranks)]  # when it comes to each
-        self._max_lag, self._now_s = max_lag, 0.0
-        self.most = 0
-
-    def seconds(self, begin_s: torch.Tensor, stood_in: torch.Tensor, step_s: float) -> float:
-        """What a step of ``step_s`` takes, whose ranks enter after ``begin_s`` if they are not ``stood_in`` for."""
-        for entered_at, enters_s, is_missing in zip(self._entered_at, begin_s.tolist(), stood_in.tolist(), strict=True):
-            if not is_missing:
-                entered_at.clear()
-                continue
-            entered_at.append(self._now_s + enters_s)
-            if len(entered_at) > self._max_lag:
-                step_s = max(step_s, entered_at.popleft() - self._now_s)
-        self._now_s += step_s
-        lags = [len(entered_at) for entered_at in self._entered_at]
-        self.most = max(self.most, *lags)
-        return step_s
-
-
-def _by_stage(part: torch.Tensor, share: torch.Tensor, stages: int) -> torch.Tensor:
-    """The share of each stage that each rank computed, over all its micro-batches."""
-    earlier = (part[:, :-stages] * share[:, :-stages]).sum(1, keepdim=True)
-    return (earlier + share[:, -stages:].sum(1, keepdim=True) * part[:, -stages:]).float()
+def _seconds(network_s: float, cautious: bool, done: SimulatedStep) -> float:
+    return float(done.seconds) + network_s * (2 if cautious and bool(done.late.any()) else 1)
 
 
 def gain_of(

@@ -16,7 +16,7 @@ from straggle.merge.table import Table
 from straggle.merge.telemetry import COLUMN, NONFINITE, TIMES
 from straggle.policies.cost import UsualCost
 from straggle.policies.rank_links import RankLink
-from straggle.policies.step_model import StopRules, computed_share, simulate_step
+from straggle.policies.step_model import StopRules, by_stage, computed_share, simulate_step
 from straggle.report import CAUSES, RankNumbers, RankReport, ShadowReport, StageReport, StepReport
 from straggle.schema import numbers_of
 
@@ -185,14 +185,9 @@ def shadow_report(table: Table, seconds: float, deadline_s: float, rules: StopRu
     entered_s, has_data = progress.entered_s.nan_to_num(0.0), progress.weight > 0
     would = simulate_step(unit_s, deadline_s, rules, entered_s)
     part = computed_share(unit_s, would, rules) * has_data.unsqueeze(1)
-    given = part * progress.unit_share
-    by_stage = given.sum(1, keepdim=True).expand(-1, len(plan.stages))
-    if not rules.finish_running:  # the last micro-batch comes in stages
-        first = part.shape[1] - len(plan.stages)
-        last_share = progress.unit_share[:, first:].sum(1, keepdim=True)
-        by_stage = given[:, :first].sum(1, keepdim=True) + last_share * part[:, first:]
+    computed = by_stage(part, progress.unit_share, len(plan.stages), in_stages=not rules.finish_running)
     weight = progress.weight / progress.weight.sum().clamp(min=1e-12)
-    stages, reach = (by_stage * weight.unsqueeze(1)).sum(0), given.sum(1)
+    stages, reach = (computed * weight.unsqueeze(1)).sum(0), (part * progress.unit_share).sum(1)
     return ShadowReport(
         deadline_s=deadline_s,
         seconds=seconds - float(busy_s.max() - would.seconds),

@@ -155,6 +155,19 @@ def computed_share(unit_s: Tensor, step: SimulatedStep, rules: StopRules, silent
     return share
 
 
+def by_stage(part: Tensor, unit_share: Tensor, num_stages: int, *, in_stages: bool) -> Tensor:
+    """The share of each stage that each rank computed, (ranks, stages), from the ``part`` of each unit that came in.
+
+    ``unit_share``, (ranks, units): each unit's share of the rank's gradient. ``in_stages``: the last units are stages;
+    otherwise each unit has all stages alike.
+    """
+    given = part * unit_share
+    if not in_stages:
+        return given.sum(1, keepdim=True).expand(-1, num_stages)
+    earlier = given[:, :-num_stages].sum(1, keepdim=True)
+    return earlier + unit_share[:, -num_stages:].sum(1, keepdim=True) * part[:, -num_stages:]
+
+
 def part_computed(unit_s: Tensor, stop_s: Tensor, silent: Tensor | None = None) -> Tensor:
     """The part of each unit that a rank has computed when it is stopped after ``stop_s`` seconds.
 

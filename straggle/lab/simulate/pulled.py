@@ -6,11 +6,9 @@ it is the library's own model of a step, as in `straggle.lab.simulate.ranks`.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 
 import torch
@@ -19,11 +17,11 @@ from torch import Generator, Tensor
 from straggle.advise.list_schedule import REQUEST_S, Drawing, DrawnStep
 from straggle.lab.simulate.communication import Constant, Network
 from straggle.lab.simulate.delays import Delays
-from straggle.lab.simulate.ranks import Ranks, Simulation
+from straggle.lab.simulate.ranks import Simulated, Simulation
 from straggle.lab.simulate.units import Work
 from straggle.policies.deadline import Deadline, LateHandling
-from straggle.policies.history import StepProgress
-from straggle.policies.step_model import SimulatedStep, StopRules, computed_share, simulate_step
+from straggle.policies.simulated_ranks import GivenStep, SimulatedRanks
+from straggle.policies.step_model import SimulatedStep, StopRules
 from straggle.pools.pool import WINDOW
 from straggle.pools.pool_times import PoolTimes
 
@@ -70,7 +68,7 @@ def simulate_drawn(part_s: Iterable[Tensor], cluster: PulledCluster, held_s: Ite
     return cluster.result()
 
 
-class PulledCluster(Ranks):
+class PulledCluster(Simulated):
     """The state of the ranks between steps."""
 
     def __init__(
@@ -84,7 +82,15 @@ class PulledCluster(Ranks):
     ) -> None:
         stages, rules = work.units("stage"), StopRules.of(deadline, late_handling, ranks)
         deadline.prepare(replace(late_handling, quorum=rules.quorum, granularity="microbatch"))
-        super().__init__(ranks, stages, deadline, rules, network, ranks)
+        simulated = SimulatedRanks(
+            deadline,
+            rules,
+            num_ranks=ranks,
+            stage_share=stages.stage_share,
+            in_stages=False,
+            max_lag=late_handling.max_lag,
+        )
+        super().__init__(simulated, ranks, stages, network)
         self._each, self._num_parts = work.num_microbatches, work.num_microbatches * ranks
         self._num_stages = len(stages.stage_share)
         after = stages.base_s[-work.num_stages :].flip(0).cumsum(0).flip(0)
@@ -94,7 +100,6 @@ class PulledCluster(Ranks):
         self._drawing = Drawing(self._num_parts, ranks, request_s)
         self._step_s: deque[float] = deque(maxlen=WINDOW)
         self._before: list[list[float]] = []
-        self._behind_s, self._stood_in = torch.zeros(ranks), torch.zeros(ranks, dtype=torch.bool)
         self._drawn, self._computed = torch.zeros(ranks), torch.zeros(ranks)
 
     def step(self, part_s: Tensor, held_s: Tensor | None = None) -> DrawnStep:
@@ -103,39 +108,42 @@ class PulledCluster(Ranks):
         A rank that computes more takes as long for these as for those of the step before. Returns what was drawn.
         """
         held_s = torch.zeros(len(part_s)) if held_s is None else held_s
-        entered_s = held_s + self._behind_s
+        entered_s = held_s + self._ranks.behind_s
         own_s: list[list[float]] = part_s.tolist()
         before, self._before = self._before or own_s, own_s
         each = [own + earlier for own, earlier in zip(own_s, before, strict=True)]
         drawn = self._drawing.step(entered_s.tolist(), each)
-        unit_s, share = self._units(drawn, entered_s)
-        usual = PoolTimes.usual(self._step_s, ())
-        away = self._stood_in | (entered_s > usual.step_s)  # it has claimed nothing, and is not waited for
-        done = simulate_step(unit_s, self._next.seconds, self._rules, entered_s, behind=away)
-        computed = computed_share(unit_s, done, self._rules, self._silent) * (share > 0)
-        step_s = self._merging.merge(self._ready_s(float(done.seconds)))
-        self._step_s.append(step_s)
+        given, number = self._given(drawn, entered_s)
+        decided = self._ranks.next
+        ended = self._ranks.step(given, lambda done: self._merging.merge(self._ready_s(float(done.seconds))))
+        self._step_s.append(ended.seconds)
         all_s = self._waiting.merge(self._ready_s(float((held_s + part_s.sum(1)).max())))
-        self._keep(done, step_s, all_s, float((computed * share).sum()) / self._num_parts)
-        self._learn(drawn, done, computed * share)
-        overhead_s = max(0.0, step_s - float(done.seconds))
-        progress = partial(self._progress, unit_s, share, done, computed, entered_s, overhead_s)
-        self._decide(done.own_s.masked_fill(done.stood_in, math.nan), ~done.late & (share.sum(1) > 0), progress)
-        self._stood_in = done.stood_in
-        self._behind_s = (entered_s - step_s).clamp(min=0.0).where(done.stood_in, 0.0)
+        came_in = ended.part * number
+        self._keep(decided, ended, all_s, float(came_in.sum()) / self._num_parts)
+        self._learn(drawn, ended.done, came_in)
         return drawn
 
-    def _units(self, drawn: DrawnStep, entered_s: Tensor) -> tuple[Tensor, Tensor]:
-        """When each micro-batch of each rank ended, from entering, and how many it stands for: (ranks, columns)."""
+    def _given(self, drawn: DrawnStep, entered_s: Tensor) -> tuple[GivenStep, Tensor]:
+        """When each micro-batch of each rank ended, and how many it stands for: (ranks, columns)."""
         columns = _COLUMNS * self._each
         unit_s = (torch.tensor(drawn.over_s) - entered_s).clamp(min=0.0).unsqueeze(1).repeat(1, columns)
-        share = torch.zeros_like(unit_s)
+        number = torch.zeros_like(unit_s)
         for rank, ends_s in enumerate(drawn.ends_s):
             first = ends_s[: columns - 1]
             unit_s[rank, : len(first)] = torch.tensor(first) - entered_s[rank]
-            share[rank, : len(first)] = 1.0
-            share[rank, -1] = len(ends_s) - len(first)
-        return unit_s, share
+            number[rank, : len(first)] = 1.0
+            number[rank, -1] = len(ends_s) - len(first)
+        of_rank = number.sum(1)
+        usual = PoolTimes.usual(self._step_s, ())
+        given = GivenStep(
+            unit_s,
+            number / of_rank.clamp(min=1.0).unsqueeze(1),
+            entered_s,
+            away=entered_s > usual.step_s,  # it has claimed nothing, and is not waited for
+            weight=of_rank * len(number) / self._num_parts,
+            silent=self._silent,
+        )
+        return given, number
 
     def _learn(self, drawn: DrawnStep, done: SimulatedStep, came_in: Tensor) -> None:
         """What the next pools follow from, and what the result counts."""
@@ -148,26 +156,6 @@ class PulledCluster(Ranks):
         """When each stage is ready, if the last rank ends its own work at ``end_s``."""
         ready_s: list[float] = (end_s - self._before_end_s).tolist()
         return ready_s
-
-    def _progress(
-        self,
-        unit_s: Tensor,
-        share: Tensor,
-        done: SimulatedStep,
-        computed: Tensor,
-        entered_s: Tensor,
-        overhead_s: float,
-    ) -> StepProgress:
-        count = share.sum(1, keepdim=True)
-        given = share / count.clamp(min=1.0)
-        return StepProgress(
-            unit_s=unit_s.where(done.reached, math.nan),
-            unit_share=given,
-            computed=(computed * given).sum(1, keepdim=True).expand(-1, self._num_stages),
-            weight=count.squeeze(1) * len(share) / self._num_parts,
-            entered_s=torch.minimum(entered_s, done.end_s),
-            overhead_s=torch.tensor(overhead_s),
-        )
 
     def result(self) -> Simulation:
         """The result of all steps. Raises ``ValueError`` if there was none."""

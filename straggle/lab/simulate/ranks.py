@@ -1,15 +1,14 @@
-"""Steps of many ranks under a deadline: the policy decides from their telemetry, and `simulate_step` what comes of it.
+"""Steps of many ranks under a deadline, by `straggle.policies.simulated_ranks`.
 
-The policy is one of the library's, and sees the same history as in training. With very many ranks it sees
-``history_ranks`` of them, evenly spread; otherwise each of its decisions would sort millions of times.
+With very many ranks the policy sees ``history_ranks`` of them, evenly spread; otherwise each of its decisions would
+sort millions of times.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
 
 import torch
@@ -19,9 +18,9 @@ from straggle.lab.simulate.communication import Constant, Network
 from straggle.lab.simulate.delays import Delays
 from straggle.lab.simulate.units import Units, Work
 from straggle.lab.simulate.without import Without, without_slow
-from straggle.policies.deadline import Deadline, LateHandling, NextDeadline, next_deadline
-from straggle.policies.history import HistoryWindow, StepProgress
-from straggle.policies.step_model import SimulatedStep, StopRules, computed_share, parts_of, simulate_step
+from straggle.policies.deadline import Deadline, LateHandling, NextDeadline
+from straggle.policies.simulated_ranks import EndedStep, GivenStep, SimulatedRanks
+from straggle.policies.step_model import SimulatedStep, StopRules, by_stage, parts_of
 
 _LEAST_KEPT, _MOST_KEPT = 20, 20_000_000  # steps, and times of ranks in them, to find the ranks that are always slow
 
@@ -107,46 +106,35 @@ def simulate_times(
     return cluster.result()
 
 
-class Ranks:
-    """Simulated ranks between steps: the policy with what it has seen, the merges, and what came of each step.
+class Simulated:
+    """Simulated steps: their merges, and what came of each.
 
-    ``units`` are those of the merge; ``num_shown``: how many ranks the policy sees.
+    ``units`` are those of the merge; ``ranks`` have the deadlines, and ``num_ranks`` is how many they are.
     """
 
-    def __init__(
-        self, ranks: int, units: Units, deadline: Deadline, rules: StopRules, network: Network, num_shown: int
-    ) -> None:
-        self._policy, self._rules = deadline, rules
-        self._window = HistoryWindow(deadline.window, num_shown)
-        if deadline.wants_progress:
-            self._window.watch(units.stage_share)
+    def __init__(self, ranks: SimulatedRanks, num_ranks: int, units: Units, network: Network) -> None:
+        self._ranks = ranks
         shares = units.stage_share.tolist() if units.overlaps else [1.0]
         self._num_messages = len(shares)
-        self._merging, self._waiting = (network.merging(ranks, shares, units.overhead_s) for _ in range(2))
-        self._next = NextDeadline(math.inf)
-        self._late_steps = torch.zeros(ranks, dtype=torch.int64)
+        self._merging, self._waiting = (network.merging(num_ranks, shares, units.overhead_s) for _ in range(2))
+        self._late_steps = torch.zeros(num_ranks, dtype=torch.int64)
         self._rows: list[tuple[float, ...]] = []
 
-    def _keep(self, done: SimulatedStep, step_s: float, all_s: float, kept: float) -> None:
-        """The step took ``step_s``, and ``all_s`` if all are waited for; ``kept``: the share that came in."""
-        self._late_steps += done.late
-        late = int(done.late.sum())
-        self._rows.append((step_s, all_s, self._next.seconds, 1 - kept, self._next.predicted_drop, late))
+    def _keep(self, decided: NextDeadline, ended: EndedStep, all_s: float, kept: float) -> None:
+        """A step under the deadline that was ``decided``; it takes ``all_s`` if all are waited for.
 
-    def _decide(self, own_s: Tensor, finished: Tensor, progress: Callable[[], StepProgress]) -> None:
-        """Show the policy the step; it decides the next deadline."""
-        shown = progress() if self._policy.wants_progress else None
-        decided = next_deadline(self._policy, self._window.append(own_s.tolist(), finished.tolist(), shown))
-        if self._policy.enforced:
-            self._next = decided
-            self._rules = replace(self._rules, after_quorum_s=decided.after_quorum_s)
+        ``kept``: the share that came in.
+        """
+        late = ended.done.late
+        self._late_steps += late
+        self._rows.append((ended.seconds, all_s, decided.seconds, 1 - kept, decided.predicted_drop, int(late.sum())))
 
     def _result(self, reach: Tensor, drawn: Tensor | None = None) -> Simulation:
         step_s, all_s, deadline_s, dropped, predicted, late = torch.tensor(self._rows, dtype=torch.float64).unbind(1)
         return Simulation(step_s, all_s, deadline_s, dropped, predicted, late, self._late_steps, reach, drawn)
 
 
-class Cluster(Ranks):
+class Cluster(Simulated):
     """The state of the ranks between steps, for callers that go step by step; `simulate` runs all steps."""
 
     def __init__(
@@ -164,9 +152,16 @@ class Cluster(Ranks):
         quorum = math.ceil(rules.quorum * num_shown / ranks)
         parts = parts_of(len(units.stage_share), late_handling.granularity, units.checks)
         deadline.prepare(replace(late_handling, quorum=quorum), parts)
-        super().__init__(ranks, units, deadline, rules, Constant() if units.merged else network, num_shown)
-        self._units = units
-        self._shown = torch.linspace(0, ranks - 1, num_shown).round().to(torch.int64)
+        simulated = SimulatedRanks(
+            deadline,
+            rules,
+            num_ranks=ranks,
+            stage_share=units.stage_share,
+            in_stages=units.in_stages,
+            shown=torch.linspace(0, ranks - 1, num_shown).round().to(torch.int64),
+        )
+        super().__init__(simulated, ranks, units, Constant() if units.merged else network)
+        self._units, self._share = units, units.share.expand(ranks, -1)
         self._computed = torch.zeros(ranks, len(units.share))
         self._whole_s: list[Tensor] = []  # of the first steps, what each rank takes, and all of them together
         self._all_s: list[float] = []
@@ -177,40 +172,29 @@ class Cluster(Ranks):
 
         Returns the share of each unit that comes in, of the same shape.
         """
-        done = simulate_step(unit_s, self._next.seconds, self._rules)
-        computed = computed_share(unit_s, done, self._rules, self._units.silent)
         last_s = unit_s.T.contiguous().amax(1)  # when no rank is stopped; in half the time of amax(0)
         all_s = self._waiting.merge(self._ready_s(last_s))
-        step_s = self._merging.merge(self._ready_s(last_s.clamp(max=float(done.seconds))))
-        self._computed += computed
+
+        def merge(done: SimulatedStep) -> float:
+            return self._merging.merge(self._ready_s(last_s.clamp(max=float(done.seconds))))
+
+        decided = self._ranks.next
+        ended = self._ranks.step(GivenStep(unit_s, self._share, silent=self._units.silent), merge)
+        self._computed += ended.part
         if len(self._whole_s) < self._num_kept:
             self._whole_s.append(unit_s[:, -1].float())
             self._all_s.append(all_s)
-        self._keep(done, step_s, all_s, float(computed.mean(0) @ self._units.share))
-        overhead_s, shown = max(0.0, step_s - float(done.seconds)), self._shown
-        progress = partial(self._progress, unit_s, done, computed, overhead_s)
-        self._decide(done.end_s[shown], ~done.late[shown], progress)
-        return computed
+        self._keep(decided, ended, all_s, float(ended.part.mean(0) @ self._units.share))
+        return ended.part
 
     def _ready_s(self, last_s: Tensor) -> list[float]:
         """When each message is ready; what comes before the stages of the last micro-batch is none by itself."""
         ready_s: list[float] = last_s[-self._num_messages :].tolist()
         return ready_s
 
-    def _progress(self, unit_s: Tensor, done: SimulatedStep, computed: Tensor, overhead_s: float) -> StepProgress:
-        shown, units = self._shown, self._units
-        return StepProgress(
-            unit_s=unit_s[shown].where(done.reached[shown], math.nan),
-            unit_share=units.share.expand(len(shown), -1),
-            computed=computed[shown] @ units.of_stage,
-            weight=torch.ones(len(shown)),
-            entered_s=torch.zeros(len(shown)),
-            overhead_s=torch.tensor(overhead_s),
-        )
-
     def result(self) -> Simulation:
         """The result of all steps."""
-        of_stage = self._units.of_stage / self._units.of_stage.sum(0)
-        done = self._result(self._computed @ of_stage / len(self._rows))
+        units, num_steps = self._units, len(self._rows)
+        reach = by_stage(self._computed / num_steps, self._share, len(units.stage_share), in_stages=units.in_stages)
         without = without_slow(torch.stack(self._whole_s), torch.tensor(self._all_s, dtype=torch.float64))
-        return replace(done, without=tuple(without))
+        return replace(self._result(reach), without=tuple(without))

@@ -39,8 +39,7 @@ class RecordedDelays(Delays):
 
     def units(self, units: Units) -> Units:  # noqa: ARG002
         share, base_s = self._stage_share, self._unit_s.flatten(0, 1).median(0).values
-        each = torch.eye(len(share))
-        return Units(base_s, share, each, share, None, self._overhead_s, overlaps=False, merged=True)
+        return Units(base_s, share, share, None, self._overhead_s, overlaps=False, merged=True)
 
     def steps(self, base_s: Tensor, ranks: int, generator: Generator) -> Iterator[Tensor]:  # noqa: ARG002
         groups = -(-ranks // self._unit_s.shape[1])

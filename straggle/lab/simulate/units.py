@@ -15,8 +15,8 @@ from straggle.policies.deadline import Granularity, check_count
 class Units:
     """``base_s`` (units,): seconds of each, one after another, without delays.
 
-    ``share`` (units,): the share of the rank's gradient that each adds; ``of_stage`` (units, stages): the share of each
-    stage; ``stage_share`` (stages,): of the model that each stage is; ``silent`` (units,): see `part_computed`.
+    ``share`` (units,): the share of the rank's gradient that each adds; ``stage_share`` (stages,): the share of the
+    model that each stage is; ``silent`` (units,): see `part_computed`; ``in_stages``: the last units are the stages.
     ``overhead_s``: seconds of a step beside the ranks' own work and the merge, such as the optimizer's. ``overlaps``:
     whether a stage is merged while those after it are computed; ``merged``: the overhead is that of a recorded step,
     the merge included. ``checks``: at how many moments of a unit a late rank can stop (`StopRules`).
@@ -24,10 +24,10 @@ class Units:
 
     base_s: Tensor
     share: Tensor
-    of_stage: Tensor
     stage_share: Tensor
     silent: Tensor | None = None
     overhead_s: float = 0.0
+    in_stages: bool = True
     overlaps: bool = True
     merged: bool = False
     checks: int = 0
@@ -82,28 +82,26 @@ class Work:
             raise ValueError(f"checks_per_stage={self.checks_per_stage} with granularity={granularity!r}: use 0")
         stages, passes = self.num_stages, self.num_microbatches
         stage_share = torch.full((stages,), 1 / stages)
+        overhead_s = self.overhead_s
         if granularity == "step":  # its merge begins when a rank has finished
             one = torch.ones(1)
-            return Units(one * self.step_s, one, torch.ones(1, stages), stage_share, one, self.overhead_s, False)
-        whole_s = torch.full((passes,), self.step_s / passes)
-        everything = torch.full((passes, stages), 1 / passes)
-        silent = torch.full((passes,), self.forward_share)
+            return Units(one * self.step_s, one, stage_share, one, overhead_s, in_stages=False, overlaps=False)
+        whole_s, share, silent = (
+            torch.full((passes,), each) for each in (self.step_s / passes, 1 / passes, self.forward_share)
+        )
         if granularity == "microbatch":
-            return Units(whole_s, everything.mean(1), everything, stage_share, silent, self.overhead_s, False)
+            return Units(whole_s, share, stage_share, silent, overhead_s, in_stages=False, overlaps=False)
         backward_s = (1 - self.forward_share) * self.step_s / passes / stages
         last_s = torch.full((stages,), backward_s)
         last_s[0] += self.forward_share * self.step_s / passes
         silent_last = torch.zeros(stages)
         silent_last[0] = 1 - backward_s / float(last_s[0])
-        of_stage = torch.cat([everything[:-1], torch.eye(stages) / passes])
-        base_s, silent = torch.cat([whole_s[:-1], last_s]), torch.cat([silent[:-1], silent_last])
         return Units(
-            base_s,
-            of_stage.mean(1),
-            of_stage,
+            torch.cat([whole_s[:-1], last_s]),
+            torch.cat([share[:-1], stage_share / passes]),
             stage_share,
-            silent,
-            self.overhead_s,
-            self.overlap,
+            torch.cat([silent[:-1], silent_last]),
+            overhead_s,
+            overlaps=self.overlap,
             checks=self.checks_per_stage,
         )

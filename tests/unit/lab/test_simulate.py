@@ -103,7 +103,7 @@ def test_units_of_work_take_the_step_and_bring_all_gradients(granularity):
         {"stage": [2, 2, 1.25, 0.25, 0.25, 0.25], "microbatch": [2] * 3, "step": [6]}[granularity]
     )
     assert float(units.share.sum()) == pytest.approx(1.0)
-    assert units.of_stage.sum(0).tolist() == pytest.approx([1.0] * 4)
+    assert (len(units.stage_share), units.in_stages) == (4, granularity == "stage")
 
 
 # -- steps

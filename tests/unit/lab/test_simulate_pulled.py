@@ -58,6 +58,15 @@ def test_rank_that_does_not_come_is_not_waited_for_and_nothing_is_lost(deadline)
     assert 3 <= found.late_steps[3] <= 5
 
 
+def test_rank_that_does_not_come_is_waited_for_once_it_has_missed_as_many_steps_as_it_may():
+    held_s = [torch.zeros(4) for _ in range(30)]
+    held_s[20][3] = 3.0
+    found = simulate_drawn([EQUAL] * 30, cluster(grace_s=0.02, max_lag=4), held_s)
+    assert float(found.step_s[20:25].sum()) == pytest.approx(3.0)
+    assert float(found.step_s[20:24].max()) < 12 * PART_S
+    assert found.late_steps[3] == 5
+
+
 @pytest.mark.parametrize("deadline", [WaitForAll, AutoDeadline])
 def test_where_no_rank_is_slow_it_is_the_equal_split(deadline):
     found = simulate_drawn([EQUAL] * 20, cluster(deadline(), network=Constant(0.012)))
