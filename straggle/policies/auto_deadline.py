@@ -18,7 +18,7 @@ from straggle.policies.price import PRICE, price_of
 from straggle.policies.promise import kept
 from straggle.policies.recorded_steps import StepTimes, outcomes
 from straggle.policies.step_model import StopRules
-from straggle.policies.untruncated import any_unheard, untruncated_entries, untruncated_times
+from straggle.policies.untruncated import any_unheard
 
 _CANDIDATES = 18  # shorter deadlines that are simulated
 _LAGS = 6  # times after a quorum that are simulated with the longest deadline
@@ -164,31 +164,16 @@ class AutoDeadline(Deadline):
         if steps is None or not usual_s < math.inf:  # no rank entered any of these steps
             return Choice(math.inf, 0.0, 0.0)
         price = price_of(steps.end_s, dealt=history.dealt and history.evenly)
-        broken = self._broken(history, price)
-        if broken and may_hear and self._unheard(history):
+        compute_s = history.compute_s[-len(progress.unit_s) :]
+        broken = bool((progress.computed < 1).any()) and kept(progress, compute_s, steps.waiting_s).broken(0.0, price)
+        # a rank may have been stopped in all of these steps before it had finished anything
+        if broken and may_hear and any_unheard(progress, compute_s, _PROBE_TIMES):
             return Choice(_PROBE_TIMES * usual_s, 0.0, 0.0, is_probe=True)
         return choose_for(
-            steps,
+            steps.with_work,
             rules,
             longest_s=self.max_over_median * usual_s,
             least_gain=math.inf if broken else self.least_gain,
             price=price,
             parts=self._parts,
         )
-
-    def _unheard(self, history: History) -> bool:
-        """Whether some rank was stopped in all of these steps before it had finished anything."""
-        assert history.progress is not None
-        compute_s = history.compute_s[-len(history.progress.unit_s) :]
-        return any_unheard(history.progress, compute_s, _PROBE_TIMES)
-
-    def _broken(self, history: History, price: float) -> bool:
-        """Whether dropping in these steps brought less gradient per second than waiting, or not its price."""
-        progress = history.progress
-        assert progress is not None
-        if not bool((progress.computed < 1).any()):  # nothing was dropped
-            return False
-        compute_s = history.compute_s[-len(progress.unit_s) :]
-        unit_s = untruncated_times(progress, compute_s.nan_to_num(0.0)).nan_to_num(0.0)
-        waiting_s = (untruncated_entries(progress, compute_s) + unit_s.amax(-1)).amax(1)
-        return kept(progress, compute_s, waiting_s).broken(0.0, price)

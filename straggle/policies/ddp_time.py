@@ -5,8 +5,8 @@ DDP gives all ranks an equal share of the samples, and waits for all of them. A 
 usually takes for one more. So a stall counts once, however many samples the rank has. If work is not dealt out by
 speed, ``n = m`` for all ranks.
 
-A late rank is taken to have gone on at its usual pace from the last stage that it completed. Usual is relative: so many
-times as slow as the median rank of the same step as it was in the last steps (their median).
+What a late rank would have taken is `untruncated_time`'s answer. Usual is relative: so many times as slow as the median
+rank of the same step as it was in the last steps (their median).
 """
 
 from __future__ import annotations
@@ -124,10 +124,7 @@ class _Step:
         usual_s = units * unit_s
         if math.isnan(rank.compute_s):
             return usual_s
-        done = max(self._marks(rank), default=Mark(0.0, 0.0))
-        if rank.stood_in:  # it is stuck: all of what it had left comes on top
-            return rank.compute_s + (1 - done.share) * usual_s
-        return max(rank.compute_s, done.at_s + (1 - done.share) * usual_s)
+        return untruncated_time(rank.compute_s, self._marks(rank), usual_s, is_stuck=rank.stood_in).seconds
 
     def _marks(self, rank: RankReport) -> list[Mark]:
         """Where the rank came past a stage: which share of its work that is, by the ranks that finished."""

@@ -39,6 +39,17 @@ class StepTimes:
         end_s = self.entered_s + self.unit_s[..., -1]
         return end_s.where((self.unit_share > 0).any(-1), math.nan)
 
+    @property
+    def waiting_s(self) -> Tensor:
+        """When the last of them ends, (steps,): what waiting for all takes, but for the overhead."""
+        return self.end_s.nan_to_num(0.0, posinf=0.0).amax(1)
+
+    @property
+    def with_work(self) -> StepTimes:
+        """Without steps in which no rank had data."""
+        worked = (self.unit_share > 0).flatten(1).any(1)
+        return StepTimes(**{name: value[worked] for name, value in vars(self).items()})
+
     @staticmethod
     def of(history: History, quorum: Callable[[int], int]) -> StepTimes | None:
         """The steps whose progress a policy sees; ``None`` if no rank entered any of them, or had data.
@@ -49,7 +60,7 @@ class StepTimes:
         if progress is None or len(progress.unit_s) == 0:
             return None
         compute_s, idle = history.compute_s[-len(progress.unit_s) :], progress.weight == 0
-        if compute_s.isnan().all():  # all were absent or stood in for: there is no time to choose from
+        if compute_s.isnan().all() or idle.all():  # all were absent or stood in for: there is no time to choose from
             return None
         used = (progress.unit_share > 0).flatten(0, 1).any(0)
         # what a rank without data does is nothing that could be dropped or waited for
@@ -59,9 +70,7 @@ class StepTimes:
         members = ~progress.entered_s.isnan()
         entered_s = untruncated_entries(progress, compute_s)
         quorum_s = quorum_times(entered_s + unit_s[..., -1], members, quorum)
-        steps = StepTimes(unit_s[..., used], share[..., used], entered_s, progress.overhead_s, quorum_s)
-        worked = ~idle.all(1)
-        return StepTimes(**{name: value[worked] for name, value in vars(steps).items()}) if worked.any() else None
+        return StepTimes(unit_s[..., used], share[..., used], entered_s, progress.overhead_s, quorum_s)
 
 
 def quorum_times(end_s: Tensor, members: Tensor, quorum: Callable[[int], int]) -> Tensor:
@@ -114,8 +123,7 @@ def outcomes(
     of_ranks[would.late] = _brought_by_late(steps, would, rules, parts, whole_parts)
     brought = of_ranks.mean((1, 2)).clamp(max=1.0)
     step_s = (would.seconds + steps.overhead_s).mean(1)
-    waiting_s = (steps.end_s.nan_to_num(0.0, posinf=0.0).amax(1) + steps.overhead_s).mean()
-    return Outcomes(brought, brought * waiting_s / step_s - 1)
+    return Outcomes(brought, brought * (steps.waiting_s + steps.overhead_s).mean() / step_s - 1)
 
 
 def _brought_by_late(

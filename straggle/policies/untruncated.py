@@ -1,7 +1,9 @@
 """What late ranks would have taken, if no rank had stopped them or stood in for them.
 
-From one step: `untruncated_time` of a rank, from the marks that it passed. From many steps: `untruncated_times`, unit
-by unit, from what the rank and its peers take otherwise.
+One assumption answers it everywhere: a late rank goes on from the last thing that it finished, at its usual pace, and
+had not finished the next one when it was stopped. Its usual pace is so many times that of its peers in the same work;
+if nothing but this step is known, it is the pace that it had in it. `untruncated_time` is for a rank in one step,
+`untruncated_times` for many steps, unit by unit.
 """
 
 from __future__ import annotations
@@ -35,15 +37,23 @@ class UntruncatedTime:
     at_least: bool = False
 
 
-def untruncated_time(own_s: float, marks: Sequence[Mark]) -> UntruncatedTime:
+def untruncated_time(
+    own_s: float, marks: Sequence[Mark], usual_s: float = math.nan, *, is_stuck: bool = False
+) -> UntruncatedTime:
     """The time of a rank that was stopped after ``own_s`` seconds; ``marks`` in the order of its work.
 
-    The last mark that it passed gives its speed. It had not come as far as the next one when it was stopped.
+    ``usual_s``: what it usually takes for all of this work; NaN: its pace until the last mark that it passed counts, or
+    until the next one, to which it had not come. ``is_stuck``: it stands still since that mark, so that all of the rest
+    begins only now.
     """
     marks = [mark for mark in marks if mark.share > 0]
-    passed = [mark.at_s / mark.share for mark in marks if not math.isnan(mark.at_s)]
-    ahead = [own_s / mark.share for mark in marks if math.isnan(mark.at_s)]
-    return UntruncatedTime(max([own_s, *passed[-1:], *ahead[:1]]), at_least=not passed)
+    passed = [mark for mark in marks if not math.isnan(mark.at_s)]
+    if math.isnan(usual_s):
+        at_its_pace = [mark.at_s / mark.share for mark in passed[-1:]]
+        ahead = [own_s / mark.share for mark in marks if math.isnan(mark.at_s)]
+        return UntruncatedTime(max([own_s, *at_its_pace, *ahead[:1]]), at_least=not passed)
+    last = passed[-1] if passed else Mark(0.0, 0.0)
+    return UntruncatedTime(max(own_s, (own_s if is_stuck else last.at_s) + (1 - last.share) * usual_s))
 
 
 def untruncated_step(
@@ -89,11 +99,11 @@ def _stage_marks(stage_s: Sequence[float], left: Sequence[float], num_microbatch
 def untruncated_times(progress: Progress, compute_s: Tensor) -> Tensor:
     """``progress.unit_s`` with the times that a late rank would have taken for what it did not finish.
 
-    They are its peers' typical times, multiplied by its slowness in what it did finish; ``compute_s`` (steps, ranks) is
-    when it was stopped. If it finished nothing, only that is known: it is taken to need a quarter more. So a rank that
-    comes to its first unit in its quickest steps alone is not taken to be that quick. In such a step a rank that is no
-    slower otherwise did not end just when it was stopped: it is taken to have needed more by as much as its times vary,
-    a quarter at most (`_beyond`). Gives (steps, ranks, units), NaN if a rank did not enter a step.
+    Usual are its peers' typical times, multiplied by its slowness in what it did finish; ``compute_s`` (steps, ranks)
+    is when it was stopped. If it finished nothing, only that is known: it is taken to need a quarter more. So a rank
+    that comes to its first unit in its quickest steps alone is not taken to be that quick. In such a step a rank that
+    is no slower otherwise did not end just when it was stopped: it is taken to have needed more by as much as its times
+    vary, a quarter at most (`_beyond`). Gives (steps, ranks, units), NaN if a rank did not enter a step.
     """
     seen = _seen(progress, compute_s)
     slowness = seen.slowness.where(~seen.slowness.isnan(), (_MORE * seen.at_least).clamp(min=1.0))
