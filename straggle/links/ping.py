@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from straggle.policies.links import Link
+from straggle.policies.merge_time import Link
 
 TOKEN_BYTES = 32
 SMALL_BYTES = 1024

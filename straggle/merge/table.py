@@ -28,7 +28,7 @@ from straggle.merge.telemetry import (
 )
 from straggle.policies.deadline import Granularity
 from straggle.policies.history import ProgressRow, StepProgress
-from straggle.policies.links import Link
+from straggle.policies.merge_time import Link
 from straggle.policies.rank_links import RankLink, Way, rank_links
 from straggle.policies.untruncated import UntruncatedTime, untruncated_step
 from straggle.report import CAUSES

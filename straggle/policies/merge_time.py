@@ -19,8 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from straggle.policies.links import Link
-
 # A segment is sent when its receiver has reported room for it, so each round of gloo's ring takes two
 # latencies: 12.6 for a small message of four ranks whose links have 20 ms (benchmarks/network.py has the network).
 _WAYS_A_ROUND = 2
@@ -33,6 +31,14 @@ MESSAGES_AT_A_TIME = 8
 # If a small message takes no longer than this, two large ones keep links of 10 Gb/s busy. Each thread that is not
 # needed keeps a few megabytes, those of its last message.
 QUICK_S, QUICK_AT_A_TIME = 1e-3, 2
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction of a rank's connection to its peers: seconds until the first byte is there, and bytes a second."""
+
+    latency_s: float
+    bytes_per_s: float
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from straggle.links import ping
 from straggle.links.pings import Merged, Pings
 from straggle.merge.store import JobStore, connect, peek
-from straggle.policies.links import Link
+from straggle.policies.merge_time import Link
 from straggle.policies.rank_links import RankLink, Way
 
 LOCAL = "127.0.0.1"

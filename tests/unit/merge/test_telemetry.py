@@ -15,7 +15,7 @@ from straggle.merge.sides import TrainingSide
 from straggle.merge.state.marks import UNCHANGED
 from straggle.merge.table import Table
 from straggle.merge.telemetry import MAX_WAYS, absent_row
-from straggle.policies.links import Link
+from straggle.policies.merge_time import Link
 from straggle.policies.rank_links import Way
 from straggle.source.kept import NONE
 

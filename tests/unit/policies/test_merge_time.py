@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from straggle.policies.links import Link
 from straggle.policies.merge_time import (
+    Link,
     Message,
     alone_seconds,
     busy_seconds,

@@ -10,8 +10,7 @@ from statistics import median
 
 import pytest
 
-from straggle.policies.links import Link
-from straggle.policies.merge_time import merge_seconds
+from straggle.policies.merge_time import Link, merge_seconds
 from straggle.policies.rank_links import (
     MAX_AGE_S,
     RankLink,
