@@ -6,7 +6,7 @@ import pytest
 
 from straggle import RankReport, StageReport, StepReport
 from straggle.policies.ddp_time import DdpPrediction
-from straggle.policies.overhead import Overhead
+from straggle.policies.equal_shares import Overhead
 
 STAGES = (StageReport("head", 4, 2.0, False), StageReport("body", 4, 2.0, False))
 SAMPLE_S, OVERHEAD, MERGE_S = (0.01, 0.01, 0.01, 0.02), 2.0, 0.005  # rank 3 takes twice as long for a sample
