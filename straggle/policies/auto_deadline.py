@@ -14,8 +14,7 @@ from torch import Tensor
 from straggle.policies.deadline import Deadline, LateHandling, NextDeadline, check_count, check_number, quantile_of
 from straggle.policies.dealt import SETTLED, steps_since_dealt
 from straggle.policies.history import History
-from straggle.policies.price import PRICE, price_of
-from straggle.policies.promise import kept
+from straggle.policies.price import PRICE, kept, price_of
 from straggle.policies.recorded_steps import StepTimes, outcomes
 from straggle.policies.step_model import StopRules
 from straggle.policies.untruncated import any_unheard

@@ -11,7 +11,7 @@ from straggle.merge.table import Table
 from straggle.merge.telemetry import absent_row
 from straggle.policies.deadline import next_deadline
 from straggle.policies.history import HistoryWindow
-from straggle.policies.promise import kept
+from straggle.policies.price import kept
 from straggle.policies.recorded_steps import quorum_times
 from straggle.policies.step_model import StopRules
 from straggle.report import CAUSES

@@ -26,8 +26,7 @@ from straggle import (
 from straggle.merge.table import Table
 from straggle.merge.telemetry import MICROBATCH_SLOTS
 from straggle.policies.history import HistoryWindow, ProgressRow, StepProgress
-from straggle.policies.price import vary_together
-from straggle.policies.promise import kept
+from straggle.policies.price import kept, vary_together
 from straggle.policies.recorded_steps import StepTimes, outcomes
 from straggle.policies.step_model import StopRules, computed_share, simulate_step
 from straggle.policies.untruncated import untruncated_entries, untruncated_times
