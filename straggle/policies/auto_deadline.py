@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import final
 
 import torch
 from torch import Tensor
 
 from straggle.policies.deadline import Deadline, LateHandling, NextDeadline, check_count, check_number, quantile_of
-from straggle.policies.dealt import SETTLED, steps_since_dealt
 from straggle.policies.history import History
 from straggle.policies.price import PRICE, kept, price_of
 from straggle.policies.recorded_steps import StepTimes, outcomes
@@ -24,6 +24,7 @@ _LAGS = 6  # times after a quorum that are simulated with the longest deadline
 _BUSY = 0.1  # this quantile over steps is that of a machine without other work
 _AT_FIRST = 10  # first steps: AutoDeadline chooses in each
 _PROBE_TIMES = 4.0  # times the median rank's time, for a rank of which nothing is known
+_SETTLED = 3  # steps with the same weights that make these the ranks' shares
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,25 @@ def _usual_s(compute_s: Tensor) -> float:
     return quantile_of(compute_s.nanmedian(dim=1).values, _BUSY)
 
 
+def steps_since_dealt(weight: Tensor) -> int | None:
+    """How many of the last steps have the present shares; ``None``: all of them.
+
+    Times for other shares are forgotten, not scaled: the part of a step's time that grows with its samples is unknown.
+    ``weight``, (steps, ranks): those of the ranks' steps. Shares are weights that stay for three steps. Other weights
+    count as the shares before them: the last step of an epoch has fewer samples, and work drawn from a pool, or
+    weighted by tokens, differs from step to step.
+    """
+    if torch.equal(weight[1:], weight[:-1]):
+        return None
+    changes = (weight[1:] != weight[:-1]).any(1)
+    begins: list[int] = [0, *(changes.nonzero().flatten() + 1).tolist(), len(weight)]
+    settled = [first for first, end in pairwise(begins) if end - first >= _SETTLED]
+    for first, before in pairwise(reversed(settled)):
+        if (weight[before] != weight[first]).any():
+            return len(weight) - first
+    return None
+
+
 @final
 class AutoDeadline(Deadline):
     """The deadline that would have brought most gradient per second in the last ``window`` steps (`choose_for`).
@@ -140,7 +160,7 @@ class AutoDeadline(Deadline):
         if history.num_steps < self.warmup_steps or history.progress is None:
             return NextDeadline(math.inf)
         dealt = steps_since_dealt(history.progress.weight)
-        number = history.num_steps - self.warmup_steps if dealt is None else dealt - SETTLED
+        number = history.num_steps - self.warmup_steps if dealt is None else dealt - _SETTLED
         since = min(number % self.every, max(0, number - _AT_FIRST + 1))  # steps since the last choice
         most = history.num_steps if dealt is None else dealt
         if self.chosen is None or (history.num_steps - since, history.evenly) != self._chosen_at:
