@@ -21,8 +21,7 @@ from straggle.merge.replica import Replica
 from straggle.merge.state.module_state import ModuleState
 from straggle.merge.wing import Wings
 from straggle.policies.deadline import Deadline, LateHandling
-from straggle.policies.estimators import Estimator
-from straggle.policies.fill_in import FillIn
+from straggle.policies.estimators import Estimator, FillIn
 from straggle.source.source import Attached, GradientSource, named_tensors
 
 

@@ -35,7 +35,7 @@ from straggle.merge.sides import Entry
 from straggle.merge.state.exchange import Given
 from straggle.merge.state.module_state import ModuleState
 from straggle.merge.step_passes import AnyPasses, Passes
-from straggle.policies.fill_in import FillIn
+from straggle.policies.estimators import FillIn
 from straggle.report import Phase
 from straggle.source.chunks import GradientChunks
 from straggle.source.kept import NONE, UNDECIDED, KeptGradients

@@ -29,7 +29,7 @@ from straggle.merge.step_passes import AnyPasses, Passes
 from straggle.merge.submission import Submission
 from straggle.merge.table import Table
 from straggle.merge.wing import Wings
-from straggle.policies.fill_in import FillIn
+from straggle.policies.estimators import FillIn
 from straggle.policies.history import History
 from straggle.source.kept import UNDECIDED
 from straggle.source.source import Slot

@@ -24,7 +24,7 @@ from straggle.merge.step_passes import EqualPasses, Passes
 from straggle.merge.step_record import StepRecord
 from straggle.merge.table import Table
 from straggle.merge.telemetry import Row
-from straggle.policies.fill_in import FillIn
+from straggle.policies.estimators import FillIn
 from straggle.report import Cause, Phase
 from straggle.source.source import Slot
 

@@ -11,7 +11,7 @@ from straggle.merge.row import by_device, row_of
 from straggle.merge.state.exchange import NOTHING_GIVEN, Given
 from straggle.merge.telemetry import MAX_SCALARS
 from straggle.merge.wing import Wings
-from straggle.policies.fill_in import FillIn
+from straggle.policies.estimators import FillIn
 from straggle.source.source import Slot
 
 

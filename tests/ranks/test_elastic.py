@@ -62,7 +62,7 @@ from straggle.merge.replica import Replica
 from straggle.merge.sides import Entry
 from straggle.merge.store import default_store
 from straggle.merge.wing import Wings
-from straggle.policies.fill_in import FillIn
+from straggle.policies.estimators import FillIn
 from straggle.source.replicated import slots_of
 
 BALLAST = 2**24  # elements of a state that takes a while to send

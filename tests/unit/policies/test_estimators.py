@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from straggle import Abstain, LastMerged, LastOwn, MovingAverage, OptimizerMomentum, Zero
-from straggle.policies.fill_in import FillIn
+from straggle.policies.estimators import FillIn
 
 FIRST, SECOND = torch.tensor([1.0, 2.0]), torch.tensor([5.0, -2.0])
 

@@ -8,8 +8,7 @@ from straggle import Estimate
 from straggle.backward.stages import StagePlan, plan_stages
 from straggle.merge.buffers import StageBuffers
 from straggle.merge.round import Contribution, Layout, Round, RoundTerms
-from straggle.policies.estimators import Estimator
-from straggle.policies.fill_in import FillIn
+from straggle.policies.estimators import Estimator, FillIn
 from straggle.source.replicated import ReplicatedSource
 from straggle.source.source import GradientSource, Slot
 
