@@ -33,8 +33,7 @@ from straggle.lab.build import build_estimator, build_faults, build_members, bui
 from straggle.lab.faults import FaultInjector
 from straggle.lab.restarts import fresh_store
 from straggle.lab.sharding import Sharded, WorkClock, whole
-from straggle.lab.workloads.shard import Shard
-from straggle.lab.workloads.workload import Workload
+from straggle.lab.workloads.workload import Shard, Workload
 from straggle.merge.step_record import StepRecord
 from straggle.merge.table import Table
 from straggle.parallel import StagedDataParallel

@@ -23,7 +23,7 @@ from straggle.commands.launching import launch_options, store_host
 from straggle.data.rebalance import check_shares
 from straggle.lab import faults
 from straggle.lab.simulate import communication, delays, links, pulled, units
-from straggle.lab.workloads import digits, paced, shard, synthetic, text
+from straggle.lab.workloads import digits, paced, synthetic, text, workload
 from straggle.members import state_wire
 from straggle.merge.tensor_bytes import bytes_of
 from straggle.observe import metrics_endpoint, run
@@ -142,9 +142,9 @@ PARAMETERS = list(mlp().parameters())
 AdamMomentum = partial(straggle.OptimizerMomentum, torch.optim.Adam(PARAMETERS))
 Epochs = partial(straggle.Epochs, OfTwoRanks())
 Units = partial(units.Work, 1.0)
-Part = partial(shard.Shard(8, rank=0, world_size=2, batch_size=1, seed=0).part, 0, total=4, first=2)
+Part = partial(workload.Shard(8, rank=0, world_size=2, batch_size=1, seed=0).part, 0, total=4, first=2)
 Words = partial(text.Text, __file__)  # a text of enough bytes
-Shard = partial(shard.Shard, num_samples=100, rank=0, world_size=2, batch_size=4, seed=0)
+Shard = partial(workload.Shard, num_samples=100, rank=0, world_size=2, batch_size=4, seed=0)
 Synthetic = partial(synthetic.Synthetic, **SMALL)
 # by text: constructors, one argument of each, values that it refuses and ones that it takes, as the text says
 ARGUMENTS = {
@@ -441,14 +441,14 @@ VALUES = {
         ),
     ),
     "use a smaller batch_size, fewer ranks or more data": (
-        lambda _: shard.Shard(8, rank=0, world_size=2, batch_size=8, seed=0),
-        lambda _: shard.Shard(8, rank=0, world_size=2, batch_size=4, seed=0),
-        lambda _: shard.Shard(8, rank=0, world_size=1, batch_size=8, seed=0),
-        lambda _: shard.Shard(16, rank=0, world_size=2, batch_size=8, seed=0),
+        lambda _: workload.Shard(8, rank=0, world_size=2, batch_size=8, seed=0),
+        lambda _: workload.Shard(8, rank=0, world_size=2, batch_size=4, seed=0),
+        lambda _: workload.Shard(8, rank=0, world_size=1, batch_size=8, seed=0),
+        lambda _: workload.Shard(16, rank=0, world_size=2, batch_size=8, seed=0),
     ),
     "the part must lie in the step, and the step in the epoch": (
-        lambda _: shard.Shard(8, rank=0, world_size=2, batch_size=1, seed=0).part(0, total=4, first=2, count=4),
-        lambda _: shard.Shard(8, rank=0, world_size=2, batch_size=1, seed=0).part(0, total=4, first=2, count=2),
+        lambda _: workload.Shard(8, rank=0, world_size=2, batch_size=1, seed=0).part(0, total=4, first=2, count=4),
+        lambda _: workload.Shard(8, rank=0, world_size=2, batch_size=1, seed=0).part(0, total=4, first=2, count=2),
     ),
     "the {} text has {} bytes; context={} needs {}: give {}": (
         lambda path: text.Text(with_file(path, "t", "a" * 50)),

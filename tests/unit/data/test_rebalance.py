@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from straggle import Rebalance
 from straggle.data.shares import soonest
-from straggle.lab.workloads.shard import Shard
+from straggle.lab.workloads.workload import Shard
 from straggle.merge.table import Table
 from straggle.merge.telemetry import absent_row
 from straggle.policies.sample_time import RankTime

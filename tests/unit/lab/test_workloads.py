@@ -14,10 +14,9 @@ from torch import nn
 
 from straggle.lab.workloads.digits import Digits
 from straggle.lab.workloads.paced import Paced, pace
-from straggle.lab.workloads.shard import Shard
 from straggle.lab.workloads.synthetic import Synthetic
 from straggle.lab.workloads.text import Text
-from straggle.lab.workloads.workload import Workload
+from straggle.lab.workloads.workload import Shard, Workload
 
 CONF = ROOT / "conf" / "workload"
 
