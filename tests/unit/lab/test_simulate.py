@@ -12,9 +12,17 @@ from straggle.commands.config import load
 from straggle.commands.config_schema import ConfigurationError
 from straggle.lab.faults import dropcompute_factors
 from straggle.lab.simulate.communication import Constant, Ring, Tree
-from straggle.lab.simulate.delays import DropCompute, Exponential, LogNormal, NoDelay, Normal, SlowRanks, Stalls
+from straggle.lab.simulate.delays import (
+    DropCompute,
+    Exponential,
+    LogNormal,
+    NoDelay,
+    Normal,
+    RecordedDelays,
+    SlowRanks,
+    Stalls,
+)
 from straggle.lab.simulate.ranks import simulate, simulate_times
-from straggle.lab.simulate.recorded import RecordedDelays
 from straggle.lab.simulate.summary import numbers_of, rows_of
 from straggle.lab.simulate.units import Work
 from straggle.lab.simulate.without import without_slow
