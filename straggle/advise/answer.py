@@ -13,13 +13,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from straggle.advise.by_speed import BySpeed, by_speed
 from straggle.advise.gain import Gain, best, gains
+from straggle.advise.other_shares import BySpeed, all_without, by_speed
 from straggle.advise.pulled import Pulled, best_pulled
 from straggle.advise.slow import Slowness, find_slow_ranks
 from straggle.advise.timings import LEAST_STEPS, Timings, read_timings
 from straggle.advise.verdict import Choice, Verdict, goes_by_samples, verdict
-from straggle.advise.without import all_without
 from straggle.advise.words import text_of
 from straggle.observe.findings import LITTLE
 from straggle.observe.findings import facts as sentences_of_run

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from straggle.advise.by_speed import BY_SAMPLES
 from straggle.advise.gain import WORTH_IT, Gain
+from straggle.advise.other_shares import BY_SAMPLES
 from straggle.advise.slow import Slowness, SlowRank
 
 Kind = Literal["deal", "pull", "deadline", "without", "keep", "nothing"]

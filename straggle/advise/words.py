@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from textwrap import fill
 
-from straggle.advise.by_speed import KEYS, BySpeed
 from straggle.advise.gain import Gain
+from straggle.advise.other_shares import KEYS, BySpeed
 from straggle.advise.pulled import KEYS as PULLED
 from straggle.advise.pulled import Pulled
 from straggle.advise.slow import HELD_UP, MATTERS, UNUSUAL, Slowness, SlowRank

@@ -14,15 +14,50 @@ from itertools import islice
 import torch
 from torch import Generator, Tensor
 
+from straggle.advise.other_shares import sets_of, work_without
 from straggle.lab.simulate.communication import Constant, Network
 from straggle.lab.simulate.delays import Delays
 from straggle.lab.simulate.units import Units, Work
-from straggle.lab.simulate.without import Without, without_slow
 from straggle.policies.deadline import Deadline, LateHandling, NextDeadline
 from straggle.policies.simulated_ranks import EndedStep, GivenStep, SimulatedRanks
 from straggle.policies.step_model import SimulatedStep, StopRules, by_stage, parts_of
 
 _LEAST_KEPT, _MOST_KEPT = 20, 20_000_000  # steps, and times of ranks in them, to find the ranks that are always slow
+_SLOW = 1.1  # times the median rank's work, from which on a rank is slow
+_ALWAYS = 0.5  # of the steps, from which on it is so always
+_EACH = 3  # so many slow ranks have a row each
+
+
+@dataclass(frozen=True)
+class Without:
+    """The mean step of the others, ``step_s``, if all of them are waited for, and that of all ranks, ``all_s``.
+
+    All samples are computed, so gradients per second go with the steps per second.
+    """
+
+    ranks: tuple[int, ...]
+    step_s: float
+    all_s: float
+
+    @property
+    def speedup(self) -> float:
+        """Gradients per second, over those when all ranks are waited for."""
+        return self.all_s / self.step_s
+
+
+def always_slow(whole_s: Tensor) -> list[int]:
+    """Ranks that take longer than the median rank in most steps; ``whole_s``, (steps, ranks): their own work."""
+    slow = whole_s >= _SLOW * whole_s.median(1, keepdim=True).values
+    found: list[int] = (slow.float().mean(0) >= _ALWAYS).nonzero().flatten().tolist()
+    return found
+
+
+def without_slow(whole_s: Tensor, all_s: Tensor) -> list[Without]:
+    """Without each of them, if they are few, and without all; ``all_s``, (steps,): what waiting for all ranks takes."""
+    own_s, sets = whole_s.double(), sets_of(always_slow(whole_s), whole_s.shape[1], each=_EACH)
+    rest_s = (all_s - own_s.amax(1)).clamp(min=0.0).numpy()
+    steps_s = ((ranks, work_without(ranks, own_s.numpy(), own_s.numpy()) + rest_s) for ranks in sets)
+    return [Without(ranks, float(step_s.mean()), float(all_s.mean())) for ranks, step_s in steps_s]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import pytest
 from watched import NETWORK_S, USUAL, when, write_trace, write_watch
 
 from straggle.advise.answer import answer
-from straggle.advise.by_speed import by_speed, shares_of
+from straggle.advise.other_shares import by_speed, shares_of
 from straggle.advise.timings import read_timings
 
 BY_SAMPLES_S = USUAL["data"] + USUAL["forward"] + USUAL["backward"]

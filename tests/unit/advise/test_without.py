@@ -9,8 +9,8 @@ from watched import NETWORK_S, USUAL, when, write_watch
 from straggle import FirstK, LateHandling
 from straggle.advise.answer import answer
 from straggle.advise.gain import candidates, gains, replay
+from straggle.advise.other_shares import all_without, without
 from straggle.advise.timings import read_timings
-from straggle.advise.without import all_without, without
 
 BY_SAMPLES_S = USUAL["data"] + USUAL["forward"] + USUAL["backward"]
 FIXED_S = sum(USUAL.values()) - BY_SAMPLES_S

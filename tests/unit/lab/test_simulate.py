@@ -22,10 +22,9 @@ from straggle.lab.simulate.delays import (
     SlowRanks,
     Stalls,
 )
-from straggle.lab.simulate.ranks import simulate, simulate_times
+from straggle.lab.simulate.ranks import simulate, simulate_times, without_slow
 from straggle.lab.simulate.summary import numbers_of, rows_of
 from straggle.lab.simulate.units import Work
-from straggle.lab.simulate.without import without_slow
 
 MODELS = [
     (NoDelay(), 1.0, 0.0),
