@@ -146,6 +146,18 @@ ELSEWHERE = {
     "straggle needs a process group: launch with torchrun and call torch.distributed.init_process_group() be": GROUPS,
     'in a running job; write dist.init_process_group("gloo"), or leave members out': GROUPS,
 }
+# of trainers of frameworks: refused by these, and trained with what is said by the tests beside them
+ELSEWHERE |= dict.fromkeys(
+    (
+        "would wait for a stuck one: leave it out, and count tokens in your data_collator",
+        "set per_device_train_batch_size",
+    ),
+    "tests/ranks/test_transformers.py::test_what_would_wait_for_a_stuck_rank_is_refused_with_what_to_do",
+)
+ELSEWHERE |= dict.fromkeys(
+    ("write training_step(self, batch, batch_idx)", "would be in different steps: use another optimizer"),
+    "tests/ranks/test_lightning.py::test_what_is_refused_is_told_what_to_do",
+)
 # of models that are sharded inside of each replica
 ELSEWHERE |= dict.fromkeys(
     (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from importlib.util import find_spec
 
 import pytest
@@ -13,8 +12,6 @@ from launched import as_launched
 from loaded import ranks_with
 from ranks import digest
 from training import features, mlp
-
-import straggle
 
 pytestmark = [
     pytest.mark.slow,  # frameworks take their seconds to load
@@ -58,7 +55,7 @@ def a_step_for_each(rank):
 
 
 class Tokens(torch.utils.data.IterableDataset):
-    """A stream of sentences; which of them a rank was given is noted."""
+    """A stream of sentences."""
 
     def __iter__(self):
         tokens = torch.randint(0, 32, (64, 12), generator=torch.Generator().manual_seed(1))
@@ -66,31 +63,28 @@ class Tokens(torch.utils.data.IterableDataset):
 
 
 class Collate:
-    """Counts the tokens, and notes which sentences came."""
+    """Notes which sentences came."""
 
     def __init__(self):
-        self.num_tokens, self.came = 0, []
+        self.came = []
 
     def __call__(self, samples):
-        self.num_tokens += sum(len(sample["input_ids"]) for sample in samples)
         self.came += [sample["number"] for sample in samples]
         return {name: torch.stack([sample[name] for sample in samples]) for name in ("input_ids", "labels")}
 
 
-def trainer(data, own=None, **changes):
+def of_a_stream(**changes):
     """A way that trains by `StagedTrainer`; every sentence comes to one rank."""
 
     def way(rank):
         from straggle.integrations.transformers import StagedTrainer
         from tests.ranks.test_transformers import arguments, tiny_gpt
 
-        given = arguments("/tmp/never", remove_unused_columns=False, **changes)
-        collate = Collate()
-        trained = StagedTrainer(tiny_gpt(), given, train_dataset=data(rank), data_collator=collate, **(own or {}))
+        given, collate = arguments("/tmp/never", remove_unused_columns=False, **changes), Collate()
+        trained = StagedTrainer(tiny_gpt(), given, train_dataset=Tokens(), data_collator=collate)
         before = digest(trained.model.parameters())
         trained.train()
         assert digest(trained.model.parameters()) != before
-        assert collate.num_tokens == 12 * len(collate.came)
         by_rank = [None, None]
         torch.distributed.all_gather_object(by_rank, collate.came)
         every = sorted(number for own in by_rank for number in own)
@@ -98,18 +92,6 @@ def trainer(data, own=None, **changes):
         return trained.model
 
     return way
-
-
-def sentences(rank):
-    return [{"input_ids": row, "labels": row, "number": number} for number, row in enumerate(row_of_tokens())]
-
-
-def row_of_tokens():
-    return torch.randint(0, 32, (64, 12), generator=torch.Generator().manual_seed(1))
-
-
-def stream(rank):
-    return Tokens()
 
 
 def joined(*, even=None, by_model=False):
@@ -138,32 +120,6 @@ def joined(*, even=None, by_model=False):
     return way
 
 
-def lightning(changes=None):
-    """A way that trains by Lightning a module with these attributes."""
-
-    def way(rank):
-        from straggle.integrations.lightning import StagedStrategy
-        from tests.ranks.test_lightning import fitted, module_kind
-
-        module = type("Own", (module_kind(),), changes or {})()
-        before = digest(module.parameters())
-        with tempfile.TemporaryDirectory() as folder:
-            fitted(folder, StagedStrategy(), module)
-        assert digest(module.parameters()) != before
-        return module
-
-    return way
-
-
-def fetching(self, dataloader_iter):
-    """A training step that takes its batch itself."""
-
-
-def lbfgs(self):
-    return torch.optim.LBFGS(self.parameters())
-
-
-PLAIN = trainer(stream, accelerator_config={"dispatch_batches": False})
 FRAMEWORKS = {
     "two models": case(
         "accumulate() of several models: write `with model.step(num_microbatches=...)` for each",
@@ -178,44 +134,18 @@ FRAMEWORKS = {
     ),
     "dispatched": case(
         'set accelerator_config={"dispatch_batches": False}; each rank then reads all of the stream, as it is',
-        trainer(stream),
-        PLAIN,
-    ),
-    "tokens": case(
-        "would wait for a stuck one: leave it out, and count tokens in your data_collator",
-        trainer(stream, include_num_input_tokens_seen="all"),
-        PLAIN,
-    ),
-    "batch size": case(
-        "set per_device_train_batch_size",
-        trainer(stream, auto_find_batch_size=True),
-        trainer(stream, accelerator_config={"dispatch_batches": False}, per_device_train_batch_size=1),
-    ),
-    "members": case(
-        "members=Elastic() is for a loop of your own", trainer(stream, {"members": straggle.Elastic()}), PLAIN
-    ),
-}
-LIGHTNING = {
-    "fetching": case(
-        "write training_step(self, batch, batch_idx)", lightning({"training_step": fetching}), lightning()
-    ),
-    "LBFGS": case(
-        "would be in different steps: use another optimizer", lightning({"configure_optimizers": lbfgs}), lightning()
+        of_a_stream(),
+        of_a_stream(accelerator_config={"dispatch_batches": False}),
     ),
 }
 
 
-def run_cases(rank, cases):
+def run_cases(rank):
     as_launched(rank)
-    return follow(rank, globals()[cases])
+    return follow(rank, FRAMEWORKS)
 
 
-@pytest.mark.parametrize(
-    ("cases", "package", "loaded"),
-    [("FRAMEWORKS", "transformers", "transformers.trainer"), ("LIGHTNING", "lightning", "lightning.pytorch")],
-)
-def test_advice_of_integrations_can_be_followed(cases, package, loaded):
-    if find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
-    with ranks_with(loaded) as run_loaded:
-        check(*run_loaded(run_cases, 2, cases, timeout_s=240))
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+def test_advice_of_integrations_can_be_followed():
+    with ranks_with("transformers.trainer") as run_loaded:
+        check(*run_loaded(run_cases, 2, timeout_s=240))
