@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -87,18 +88,26 @@ class Net(nn.Module):
         return x
 
 
-def attach(time: FakeTime, module: nn.Module, rank: int = 0, seed: int = 0, **faults: Fault) -> FaultInjector:
-    return FaultInjector(module, faults, rank=rank, seed=seed, clock=time.clock, sleep=time.sleep)
-
-
 def train(module: nn.Module) -> None:
     module(torch.ones(2)).sum().backward()
 
 
+def injected(
+    kind: Callable[..., nn.Module] = Net,
+    oversleep_s: float = 0.0,
+    num_layers: int = 4,
+    rank: int = 0,
+    seed: int = 0,
+    **faults: Fault,
+) -> tuple[FakeTime, nn.Module, FaultInjector]:
+    """The clock, a net and what slows it."""
+    time = FakeTime(oversleep_s)
+    net = kind(time, num_layers)
+    return time, net, FaultInjector(net, faults, rank=rank, seed=seed, clock=time.clock, sleep=time.sleep)
+
+
 def delays(fault: Fault, rank: int = 0, seed: int = 0, num_steps: int = 20) -> list[float]:
-    time = FakeTime()
-    net = Net(time, num_layers=1)
-    injector = attach(time, net, rank, seed, fault=fault)
+    time, net, injector = injected(rank=rank, seed=seed, num_layers=1, fault=fault)
     slept = []
     for step in range(num_steps):
         injector.step(step)
@@ -108,22 +117,11 @@ def delays(fault: Fault, rank: int = 0, seed: int = 0, num_steps: int = 20) -> l
     return slept
 
 
-def test_factor_two_doubles_the_time_of_forward_and_of_backward():
-    time = FakeTime()
-    net = Net(time)
-    attach(time, net, slow=Slowdown(2.0))
-    output = net(torch.ones(2))
-    assert time.now_s == 2.0 * 4 * FORWARD_S
-    output.sum().backward()
-    assert time.now_s == 2.0 * 4 * (FORWARD_S + BACKWARD_S)
-
-
-def test_slow_rank_is_slow_evenly_over_its_layers():
-    time = FakeTime()
-    net = Net(time)
-    attach(time, net, slow=Slowdown(2.0))
+def test_factor_two_doubles_the_time_of_forward_and_of_backward_evenly_over_the_layers():
+    time, net, _ = injected(slow=Slowdown(2.0))
     train(net)
     assert [seconds for _, seconds in time.sleeps] == 4 * [FORWARD_S] + 4 * [BACKWARD_S]
+    assert time.now_s == 2.0 * 4 * (FORWARD_S + BACKWARD_S)
 
 
 def test_slowdown_by_chance_is_of_complete_steps_and_of_so_many():
@@ -134,28 +132,22 @@ def test_slowdown_by_chance_is_of_complete_steps_and_of_so_many():
     assert not any(delays(Slowdown(3.0, chance=0.0), num_steps=10))
 
 
-def test_slowdowns_multiply():
-    time = FakeTime()
-    net = Net(time)
-    attach(time, net, pace=Slowdown(4.0), slow=Slowdown(2.0))
+@pytest.mark.parametrize(
+    ("faults", "expected_s"),
+    [
+        ({"pace": Slowdown(4.0), "slow": Slowdown(2.0)}, 8.0 * 4 * 3.0),  # they multiply
+        ({"delay": RandomDelay(1.0, seconds=8.0), "slow": Slowdown(2.0)}, 2.0 * 4 * 3.0 + 2.0 * 8.0),
+        ({"slow": Slowdown(2.0), "delay": RandomDelay(1.0, seconds=8.0)}, 2.0 * 4 * 3.0 + 8.0),
+    ],
+)
+def test_slowdown_stretches_the_faults_listed_before_it_only(faults, expected_s):
+    time, net, _ = injected(**faults)
     train(net)
-    assert time.now_s == 8.0 * 4 * (FORWARD_S + BACKWARD_S)
-
-
-def test_slowdown_stretches_the_delays_listed_before_it_only():
-    for names, expected_s in [(("delay", "slow"), 2.0 * 4 * 3.0 + 2.0 * 8.0), (("slow", "delay"), 2.0 * 4 * 3.0 + 8.0)]:
-        faults = {"slow": Slowdown(2.0), "delay": RandomDelay(1.0, seconds=8.0)}
-        time = FakeTime()
-        net = Net(time)
-        attach(time, net, **{name: faults[name] for name in names})
-        train(net)
-        assert time.now_s == expected_s
+    assert time.now_s == expected_s
 
 
 def test_work_between_forward_and_backward_belongs_to_backward_and_work_before_forward_to_nobody():
-    time = FakeTime()
-    net = Net(time, num_layers=1)
-    injector = attach(time, net, slow=Slowdown(2.0))
+    time, net, injector = injected(num_layers=1, slow=Slowdown(2.0))
     injector.step(0)
     time.now_s += 100.0  # loading, or waiting for peers
     output = net(torch.ones(2))
@@ -166,17 +158,13 @@ def test_work_between_forward_and_backward_belongs_to_backward_and_work_before_f
 
 
 def test_oversleep_is_taken_off_the_following_sleeps():
-    time = FakeTime(oversleep_s=0.25)
-    net = Net(time)
-    attach(time, net, slow=Slowdown(2.0))
+    time, net, _ = injected(oversleep_s=0.25, slow=Slowdown(2.0))
     train(net)
     assert time.now_s == 2.0 * 4 * (FORWARD_S + BACKWARD_S) + 0.25  # the last sleep's
 
 
 def test_rank_that_no_fault_affects_gets_no_hooks():
-    time = FakeTime()
-    net = Net(time)
-    injector = attach(time, net, rank=1, slow=Slowdown(2.0, ranks=[0, 2]), stall=Stall(0, seconds=1.0, rank=3))
+    time, net, injector = injected(rank=1, slow=Slowdown(2.0, ranks=[0, 2]), stall=Stall(0, seconds=1.0, rank=3))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
     assert not any(parameter._post_accumulate_grad_hooks for parameter in net.parameters())
     injector.step(0)
@@ -186,9 +174,8 @@ def test_rank_that_no_fault_affects_gets_no_hooks():
 
 
 def test_close_removes_the_hooks():
-    time = FakeTime()
-    net = Net(time)
-    with attach(time, net, slow=Slowdown(2.0)) as injector:
+    time, net, injector = injected(slow=Slowdown(2.0))
+    with injector:
         train(net)
     slept_s = time.slept_s
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
@@ -199,9 +186,7 @@ def test_close_removes_the_hooks():
 
 
 def test_evaluation_is_not_slowed():
-    time = FakeTime()
-    net = Net(time)
-    injector = attach(time, net, slow=Slowdown(2.0), delay=RandomDelay(1.0, seconds=1.0))
+    time, net, injector = injected(slow=Slowdown(2.0), delay=RandomDelay(1.0, seconds=1.0))
     with torch.no_grad():
         net(torch.ones(2))
     net.eval()
@@ -214,9 +199,7 @@ def test_evaluation_is_not_slowed():
 
 
 def test_layer_kept_in_evaluation_mode_is_slowed_in_training():
-    time = FakeTime()
-    net = Net(time)
-    attach(time, net, slow=Slowdown(2.0))
+    time, net, _ = injected(slow=Slowdown(2.0))
     net.layers[1].eval()
     train(net)
     assert time.now_s == 2.0 * 4 * (FORWARD_S + BACKWARD_S)
@@ -229,18 +212,16 @@ def test_recomputation_of_a_checkpointed_layer_is_backward_work():
                 x = checkpoint(layer, x, use_reentrant=False)
             return x
 
-    time = FakeTime()
-    net = Checkpointed(time)
-    attach(time, net, slow=Slowdown(2.0), delay=RandomDelay(1.0, seconds=1.0))
+    time, net, _ = injected(Checkpointed, slow=Slowdown(2.0), delay=RandomDelay(1.0, seconds=1.0))
     train(net)
     assert time.now_s == 2.0 * 4 * (2 * FORWARD_S + BACKWARD_S) + 1.0
 
 
 @pytest.mark.parametrize("phase", ["data", "forward", "backward"])
-def test_stall_comes_once_at_exactly_its_steps(phase):
-    time = FakeTime()
-    net = Net(time)
-    injector = attach(time, net, rank=3, stall=Stall(2, seconds=8.0, rank=3, phase=phase, every=3))
+@pytest.mark.parametrize(("every", "steps"), [(3, [2, 5, 8]), (None, [2])])
+def test_stall_comes_once_at_exactly_its_steps(every, steps, phase):
+    stall = Stall(2, seconds=8.0, rank=3, phase=phase, every=every)
+    time, net, injector = injected(rank=3, stall=stall)
     stalled = []
     for step in range(10):
         injector.step(step)
@@ -249,17 +230,7 @@ def test_stall_comes_once_at_exactly_its_steps(phase):
             injector.data()
             train(net)
         stalled += [(step, seconds) for _, seconds in time.sleeps]
-    assert stalled == [(2, 8.0), (5, 8.0), (8, 8.0)]
-
-
-def test_stall_without_every_comes_once():
-    time = FakeTime()
-    net = Net(time)
-    injector = attach(time, net, stall=Stall(2, seconds=8.0, rank=0))
-    for step in range(10):
-        injector.step(step)
-        train(net)
-    assert time.slept_s == 8.0
+    assert stalled == [(step, 8.0) for step in steps]
 
 
 def test_kill_ends_the_process_at_its_moment_and_at_no_other():
@@ -275,9 +246,7 @@ def test_kill_ends_the_process_at_its_moment_and_at_no_other():
 
 
 def test_backward_stalls_in_its_middle_and_not_always_at_the_same_parameter():
-    time = FakeTime()
-    net = Net(time)
-    injector = attach(time, net, stall=Stall(0, seconds=8.0, rank=0, phase="backward", every=1))
+    time, net, injector = injected(stall=Stall(0, seconds=8.0, rank=0, phase="backward", every=1))
     began = []
     for step in range(20):
         injector.step(step)
@@ -293,9 +262,9 @@ def test_backward_stall_comes_although_most_parameters_are_not_used():
         def forward(self, x):
             return self.layers[1](self.layers[0](x))
 
-    time = FakeTime()
-    net = FirstOnly(time, num_layers=50)
-    injector = attach(time, net, stall=Stall(0, seconds=8.0, rank=0, phase="backward", every=1))
+    time, net, injector = injected(
+        FirstOnly, num_layers=50, stall=Stall(0, seconds=8.0, rank=0, phase="backward", every=1)
+    )
     for step in range(5):
         injector.step(step)
         train(net)
@@ -303,18 +272,14 @@ def test_backward_stall_comes_although_most_parameters_are_not_used():
 
 
 def test_backward_stall_comes_after_two_forward_passes_with_one_backward():
-    time = FakeTime()
-    net = Net(time)
-    attach(time, net, stall=Stall(0, seconds=8.0, rank=0, phase="backward"))
+    time, net, _ = injected(stall=Stall(0, seconds=8.0, rank=0, phase="backward"))
     (net(torch.ones(2)) + net(torch.ones(2))).sum().backward()
     assert time.slept_s == 8.0
 
 
 @pytest.mark.parametrize("phase", ["data", "forward", "backward"])
 def test_random_delay_comes_once_per_microbatch(phase):
-    time = FakeTime()
-    net = Net(time)
-    injector = attach(time, net, delay=RandomDelay(1.0, seconds=8.0, phase=phase))
+    time, net, injector = injected(delay=RandomDelay(1.0, seconds=8.0, phase=phase))
     injector.step(0)
     for _ in range(3):
         injector.data()
@@ -330,9 +295,7 @@ def test_random_delay_comes_with_its_probability():
 
 
 def test_microbatches_of_a_step_have_delays_of_their_own():
-    time = FakeTime()
-    net = Net(time)
-    injector = attach(time, net, noise=DropComputeDelay(1.0))
+    time, net, injector = injected(noise=DropComputeDelay(1.0))
     injector.step(0)
     for _ in range(5):
         train(net)
@@ -347,9 +310,7 @@ def test_delays_depend_on_the_seed_and_the_rank_and_on_nothing_else(fault):
 
 
 def test_equal_faults_of_different_names_do_not_strike_together():
-    time = FakeTime()
-    net = Net(time, num_layers=1)
-    injector = attach(time, net, a=RandomDelay(0.5, seconds=1.0), b=RandomDelay(0.5, seconds=2.0))
+    time, net, injector = injected(num_layers=1, a=RandomDelay(0.5, seconds=1.0), b=RandomDelay(0.5, seconds=2.0))
     for step in range(40):
         injector.step(step)
         train(net)
@@ -361,9 +322,7 @@ def test_next_step_is_clean_after_an_exception_in_the_middle_of_backward(cut):
     def stop(_):
         raise KeyboardInterrupt
 
-    time = FakeTime()
-    net = Net(time)
-    injector = attach(time, net, slow=Slowdown(2.0), stall=Stall(0, seconds=8.0, rank=0, phase="backward"))
+    time, net, injector = injected(slow=Slowdown(2.0), stall=Stall(0, seconds=8.0, rank=0, phase="backward"))
     handle = net.layers[cut].weight.register_post_accumulate_grad_hook(stop)
     with pytest.raises(KeyboardInterrupt):
         train(net)
@@ -379,9 +338,7 @@ def test_evaluation_and_next_step_are_clean_after_an_exception_in_the_middle_of_
     def stop(*_):
         raise KeyboardInterrupt
 
-    time = FakeTime()
-    net = Net(time)
-    injector = attach(time, net, slow=Slowdown(2.0), delay=RandomDelay(1.0, seconds=8.0))
+    time, net, injector = injected(slow=Slowdown(2.0), delay=RandomDelay(1.0, seconds=8.0))
     handle = net.layers[2].register_forward_pre_hook(stop)
     with pytest.raises(KeyboardInterrupt):
         train(net)
@@ -403,8 +360,7 @@ def test_gradients_are_those_of_the_plain_module():
     net(x).square().sum().backward()
     expected = [parameter.grad.clone() for parameter in net.parameters()]
     net.zero_grad()
-    time = FakeTime()
-    attach(time, net, delay=RandomDelay(1.0, seconds=1.0, phase="backward"))
+    time, _, _ = injected(lambda *_: net, delay=RandomDelay(1.0, seconds=1.0, phase="backward"))
     net(x).square().sum().backward()
     assert time.slept_s == 1.0
     for parameter, gradient in zip(net.parameters(), expected, strict=True):
@@ -412,10 +368,12 @@ def test_gradients_are_those_of_the_plain_module():
 
 
 def test_frozen_parameters_are_left_alone():
-    time = FakeTime()
-    net = Net(time)
-    net.layers[0].requires_grad_(False)
-    attach(time, net, slow=Slowdown(2.0))
+    class FirstIsFrozen(Net):
+        def __init__(self, time, num_layers):
+            super().__init__(time, num_layers)
+            self.layers[0].requires_grad_(False)
+
+    time, net, _ = injected(FirstIsFrozen, slow=Slowdown(2.0))
     train(net)
     assert time.now_s == 2.0 * (4 * FORWARD_S + 3 * BACKWARD_S)
 
@@ -462,9 +420,7 @@ def test_dropcompute_factor_scales_the_delay():
 def test_scenario_is_a_mapping_of_names_to_faults(path):
     faults = instantiate(OmegaConf.load(path))
     assert all(isinstance(fault, Fault) for fault in faults.values())
-    time = FakeTime()
-    net = Net(time)
-    injector = FaultInjector(net, faults, rank=0, clock=time.clock, sleep=time.sleep)
+    time, net, injector = injected(**faults)
     for step in range(100):
         injector.step(step)
         injector.data()
