@@ -362,9 +362,6 @@ def test_replayed_it_gives_the_recorded_shares_whatever_it_measures():
     assert replayed.rebalance.schedule == recorded.rebalance.schedule
 
 
-# -- real ranks
-
-
 # -- the commands' data
 
 
@@ -382,7 +379,7 @@ def test_every_sample_comes_once_in_an_epoch_however_shares_change():
         assert set(seen) <= set(range(100))
 
 
-# -- the command
+# -- absent ranks
 
 
 @pytest.mark.parametrize("pace", [[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 2.0, 1.0]])

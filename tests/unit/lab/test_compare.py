@@ -177,9 +177,3 @@ def test_loss_is_reached_on_the_line_between_two_measurements(target, expected):
 @pytest.mark.parametrize("unknown", [math.nan, math.inf])
 def test_loss_after_one_that_is_no_number_is_reached_where_it_was_measured(unknown):
     assert seconds_to([unknown, 2.0], [1.0, 2.0], 3.0) == 2.0
-
-
-# -- jobs
-
-
-# -- the command

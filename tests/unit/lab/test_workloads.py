@@ -267,16 +267,6 @@ def test_text_that_is_too_short_says_by_how_much(tmp_path):
         Text(path, context=16)
 
 
-def test_text_without_a_text_says_so(tmp_path):
-    with pytest.raises(ValueError, match=r"text path not found: .*/nowhere; give a file or a folder"):
-        Text(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"no text in .* give another file or folder"):
-        Text(tmp_path)
-    (tmp_path / "binary").write_bytes(b"\0" * 1000)
-    with pytest.raises(ValueError, match=r"no text in .*/binary: what it has is empty, hidden or binary"):
-        Text(tmp_path / "binary")
-
-
 # Digits and synthetic data
 
 

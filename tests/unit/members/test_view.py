@@ -154,6 +154,12 @@ def test_changes_of_views_that_a_rank_has_missed_are_seen():
         Change(3, True, "came back"),
     )
     assert fourth.changes_since(fourth, heard) == ()
+    both_done = first.without({1: DONE}).without({2: DONE})
+    assert both_done.changes_since(first, {}) == (Change.left(1, DONE), Change.left(2, DONE))
+    again = first.with_joined({1: "1-d"}, step=3, giver=0)  # it was started again
+    assert again.changes_since(first, {}) == (Change.left(1, STARTED_AGAIN), Change(1, True, "came back"))
+    unseen = second.with_joined({1: "0-b"}, step=3, giver=0)
+    assert unseen.changes_since(first, {}) == ()
 
 
 # -- silence

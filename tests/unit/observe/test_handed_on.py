@@ -35,15 +35,6 @@ def test_lines_have_their_number_and_what_was_given(path):
     ]
 
 
-@pytest.mark.parametrize("written", [0, 3, 5])
-def test_who_takes_over_writes_what_the_dead_writer_had_not_written_and_nothing_twice(path, written):
-    dead, heir = HandedOnLines(path, key="step", begins=True), HandedOnLines(path, key="step")
-    add(dead, range(written), writes=True)
-    add(heir, range(5), writes=False)
-    add(heir, range(5, 8), writes=True)
-    assert numbers(path) == list(range(8))
-
-
 def test_half_line_of_a_dead_writer_is_written_again_in_full(path):
     add(HandedOnLines(path, key="step", begins=True), range(3), writes=True)
     with path.open("a") as file:
@@ -54,49 +45,38 @@ def test_half_line_of_a_dead_writer_is_written_again_in_full(path):
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(range(5))
 
 
-def test_what_a_frozen_writer_still_writes_when_it_wakes_up_is_not_in_the_file(path):
-    frozen, heir = HandedOnLines(path, key="step", begins=True), HandedOnLines(path, key="step")
-    add(frozen, range(3), writes=True)
-    add(heir, range(3), writes=False)
-    add(heir, [3, 4], writes=True)
-    add(frozen, [3], writes=True)  # it does not know yet
-    add(heir, [5], writes=True)
-    assert numbers(path) == list(range(6))
+OLD, HEIR, BACK = "the first writer", "its heir", "the first, started again"
 
 
-def test_frozen_writer_that_is_the_writer_again_goes_on_in_the_file_of_its_heir(path):
-    frozen, heir = HandedOnLines(path, key="step", begins=True), HandedOnLines(path, key="step")
-    add(frozen, range(3), writes=True)
-    add(heir, range(3), writes=False)
-    add(heir, range(3, 6), writes=True)
-    add(frozen, range(6, 9), writes=True)
-    add(heir, range(6, 9), writes=False)
-    add(heir, [9], writes=True)
-    assert numbers(path) == list(range(10))
-
-
-def test_writer_that_comes_back_goes_on_after_its_heir(path):
-    first, heir = HandedOnLines(path, key="step", begins=True), HandedOnLines(path, key="step")
-    add(first, range(3), writes=True)
-    add(heir, range(3), writes=False)
-    add(heir, range(3, 6), writes=True)
-    back = HandedOnLines(path, key="step")  # it was started again, and takes part from step 6 on
-    add(back, range(6, 8), writes=True)
-    add(heir, range(6, 8), writes=False)
-    add(heir, [8], writes=True)  # and is away again, for a step
-    assert numbers(path) == list(range(9))
-
-
-def test_who_comes_back_waits_for_the_lines_that_only_its_heir_has(path):
-    first, heir = HandedOnLines(path, key="step", begins=True), HandedOnLines(path, key="step")
-    add(first, range(3), writes=True)
-    back = HandedOnLines(path, key="step", patience_s=1e9)
-    add(back, [5], writes=True)
-    assert numbers(path) == [0, 1, 2]
-    add(heir, range(3), writes=False)
-    add(heir, [3, 4], writes=True)
-    add(back, [6], writes=True)
-    assert numbers(path) == list(range(7))
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        # the old writer dies after 0, 3 or 5 steps; its heir, which had seen them all, goes on
+        ([(HEIR, range(5), False), (HEIR, range(5, 8), True)], 8),
+        ([(OLD, range(3), True), (HEIR, range(5), False), (HEIR, range(5, 8), True)], 8),
+        ([(OLD, range(5), True), (HEIR, range(5), False), (HEIR, range(5, 8), True)], 8),
+        # it is frozen, and when it wakes up, it writes one step more: that is not in the file
+        ([(OLD, range(3), True), (HEIR, range(3), False), (HEIR, [3, 4], True),
+          (OLD, [3], True), (HEIR, [5], True)], 6),
+        # it is frozen, and the writer again: it goes on in the file of its heir
+        ([(OLD, range(3), True), (HEIR, range(3), False), (HEIR, range(3, 6), True),
+          (OLD, range(6, 9), True), (HEIR, range(6, 9), False), (HEIR, [9], True)], 10),
+        # it was started again, takes part from step 6 on, and is away again for a step
+        ([(OLD, range(3), True), (HEIR, range(3), False), (HEIR, range(3, 6), True),
+          (BACK, range(6, 8), True), (HEIR, range(6, 8), False), (HEIR, [8], True)], 9),
+        # it is back, and waits for the lines that only its heir has
+        ([(OLD, range(3), True), (BACK, [5], True)], 3),
+        ([(OLD, range(3), True), (BACK, [5], True), (HEIR, range(3), False), (HEIR, [3, 4], True),
+          (BACK, [6], True)], 7),
+    ],
+)  # fmt: skip
+def test_no_line_is_lost_and_none_is_there_twice_whoever_writes(path, script, expected):
+    writers = {}
+    for name, steps, writes in script:
+        if name not in writers:
+            writers[name] = HandedOnLines(path, key="step", begins=name == OLD, patience_s=1e9)
+        add(writers[name], steps, writes=writes)
+    assert numbers(path) == list(range(expected))
 
 
 def test_who_waited_for_too_long_goes_on_without_the_lines_that_are_lost(path):

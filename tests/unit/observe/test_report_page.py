@@ -361,9 +361,7 @@ def test_compare_shows_both_runs_side_by_side(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["runs/a", "step=3"], "unknown key step; valid keys: compare, steps, out"),
-        (["runs/a", "runs/b"], "one RUN_DIR is needed, not 2"),
         (["compare=runs/b"], "one RUN_DIR is needed, not 0"),
-        (["runs/a", "steps=three"], "'three' is no step"),
     ],
 )
 def test_wrong_arguments_are_refused(words: list[str], message: str) -> None:
@@ -390,9 +388,6 @@ def test_report_that_fails_does_not_fail_the_run(
     (record,) = caplog.records
     assert record.getMessage().startswith("no report: ")
     assert "\n" not in record.getMessage()
-
-
-# -- a real browser
 
 
 def test_summary_has_the_page_s_numbers(tmp_path: Path) -> None:

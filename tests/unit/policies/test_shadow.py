@@ -50,35 +50,32 @@ def test_slow_rank_would_have_stopped_at_the_deadline():
     assert shadow.dropped_share == pytest.approx((1 - shadow.reach[2]) / 3)
 
 
-def test_nobody_would_have_been_late_before_the_quorum_had_finished():
-    _, shadow = shadow_of([a_row(0.1), a_row(0.2), a_row(0.2)], 0.3, StopRules(quorum=3))
-    assert shadow.late_ranks == ()
-    assert shadow.seconds == pytest.approx(1.1)
-    assert shadow.dropped_share == pytest.approx(0.0, abs=1e-6)
+IDLE, LATE_BY, GRACE = a_row(0.1, idle=True), a_row(0.1, outside_s=0.4), StopRules(quorum=2, grace_s=0.1)
 
 
-def test_rank_that_entered_late_would_have_had_its_whole_deadline():
-    _, shadow = shadow_of([a_row(0.1), a_row(0.1), a_row(0.1, outside_s=0.4)], 0.6, StopRules(quorum=2))
-    assert shadow.late_ranks == ()
-    assert shadow.seconds == pytest.approx(1.0)
-
-
-def test_rank_that_had_not_entered_would_have_been_stood_in_for():
-    _, shadow = shadow_of([a_row(0.1), a_row(0.1), a_row(0.1, outside_s=0.9)], 0.6, StopRules(quorum=2, grace_s=0.1))
-    assert shadow.late_ranks == (2,)
-    assert shadow.seconds == pytest.approx(0.8)  # deadline, grace and merge
-    assert shadow.reach == pytest.approx((1.0, 1.0, 0.0))
-
-
-def test_running_microbatch_would_have_been_finished_within_the_grace():
-    rules = StopRules(quorum=1, finish_running=True, grace_s=1.0)
-    _, shadow = shadow_of([a_row(0.1), a_row(0.2)], 0.6, rules)
-    assert shadow.late_ranks == ()
-    assert shadow.reach == pytest.approx((1.0, 1.0))
+@pytest.mark.parametrize(
+    ("rows", "deadline_s", "rules", "late", "seconds", "reach"),
+    [
+        # nobody before the quorum has finished
+        ([a_row(0.1), a_row(0.2), a_row(0.2)], 0.3, StopRules(quorum=3), (), 1.1, (1.0, 1.0, 1.0)),
+        # a rank that entered late has its whole deadline
+        ([a_row(0.1), a_row(0.1), LATE_BY], 0.6, StopRules(quorum=2), (), 1.0, (1.0, 1.0, 1.0)),
+        # one that had not entered is stood in for: deadline, grace and merge
+        ([a_row(0.1), a_row(0.1), a_row(0.1, outside_s=0.9)], 0.6, GRACE, (2,), 0.8, (1.0, 1.0, 0.0)),
+        # a running micro-batch is finished within the grace
+        ([a_row(0.1), a_row(0.2)], 0.6, StopRules(quorum=1, finish_running=True, grace_s=1.0), (), 1.1, (1.0, 1.0)),
+    ],
+)
+def test_what_would_have_happened_is_by_the_rules_of_a_step(rows, deadline_s, rules, late, seconds, reach):
+    _, shadow = shadow_of(rows, deadline_s, rules)
+    assert shadow.late_ranks == late
+    assert shadow.seconds == pytest.approx(seconds)
+    assert shadow.reach == pytest.approx(reach)
+    assert shadow.dropped_share == pytest.approx(1 - sum(reach) / len(reach), abs=1e-6)
 
 
 def test_rank_without_data_is_missed_by_nobody():
-    _, shadow = shadow_of([a_row(0.1), a_row(0.1), a_row(0.1, idle=True)], math.inf, StopRules(quorum=2))
+    _, shadow = shadow_of([a_row(0.1), a_row(0.1), IDLE], math.inf, StopRules(quorum=2))
     assert shadow.late_ranks == ()
     assert shadow.dropped_share == pytest.approx(0.0, abs=1e-6)
     assert shadow.stages == pytest.approx((1.0,) * NUM_STAGES)
