@@ -146,6 +146,36 @@ ELSEWHERE = {
     "straggle needs a process group: launch with torchrun and call torch.distributed.init_process_group() be": GROUPS,
     'in a running job; write dist.init_process_group("gloo"), or leave members out': GROUPS,
 }
+# refused by these, and done as they say by them or by the others of their file
+ELSEWHERE |= {
+    words: f"tests/ranks/{test}"
+    for test, texts in {
+        "test_microbatches.py::test_a_loop_may_say_before_its_last_micro_batch_how_many_there_are": (
+            "backward passes of this step have come, and are being merged; set it before the last one",
+        ),
+        "test_microbatches.py::test_calls_in_the_wrong_order_are_refused": (
+            "begin() it, or use it as `with model.step()`",
+        ),
+        "test_cost.py::test_all_ranks_know_what_a_step_cost_over_the_mean": (
+            "must be a positive number, such as the tokens",
+        ),
+        "test_uneven.py::test_weight_that_is_not_positive_is_refused": (
+            "must be a positive number, such as the samples of this rank's step",
+        ),
+        "test_uneven.py::test_weight_that_comes_after_a_gradient_is_refused": (
+            "step.weight comes before the first backward pass",
+        ),
+        "test_uneven.py::test_empty_loader_is_refused": ("give every rank at least one batch",),
+        "test_loggers.py::test_what_is_no_logger_is_refused": ("every={}: log after at least one step",),
+        "test_pull.py::test_wrong_uses_are_refused_with_what_to_write": (
+            "micro-batches need as many positive weights",
+            "leave out num_microbatches=... and step.weight, and give step.pull(parts, weights=...)",
+            "step.weight beside step.pull(): give step.pull(parts, weights=...)",
+        ),
+        "test_pull.py::test_ranks_with_other_pools_are_told_so": ("give every rank all micro-batches of the step",),
+    }.items()
+    for words in texts
+}
 # of trainers of frameworks: refused by these, and trained with what is said by the tests beside them
 ELSEWHERE |= dict.fromkeys(
     (

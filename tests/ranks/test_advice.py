@@ -205,9 +205,6 @@ MODULES = {
         lambda rank: differ(rank, estimator=straggle.LastMerged()),
         trains(estimator=straggle.LastMerged()),
     ),
-    "number of stages": case(
-        "stages={}: this model can be divided into 1 to {} stages", wrapping(stages=4), trains(stages=3)
-    ),
     "names of stages": case("it has 0, 2, 4", wrapping(stages=["body"]), trains(stages=["0", "2", "4"])),
     "quorum": case(
         "quorum={}: there are only {} ranks",

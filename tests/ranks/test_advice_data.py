@@ -1,4 +1,4 @@
-"""The advice of errors about data, pools, policies and members: made, followed, and trained with."""
+"""The advice of errors about data, policies and members: made, followed, and trained with."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from training import Stopper, features, mlp
 import straggle
 from straggle import Estimate, Estimator, StagedDataParallel
 from straggle.merge.names import name_hash
-from straggle.observe import scalars
 
 SAMPLES = TensorDataset(features(0, 0, rows=24))
 
@@ -154,6 +153,14 @@ def streamed(model):
         yield (torch.stack([next(rows)[0] for _ in range(count)]), count)
 
 
+def pull(model, optimizer, parts):
+    with model.step() as step:
+        for (x,) in step.pull(parts):
+            model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def drawn(dataset):
     def steps(model):
         batches = straggle.MicroBatches(dataset, size=4)
@@ -171,10 +178,6 @@ def ended_early(rank):
     with staged(mlp()) as model:
         for (x,) in other_lengths(rank):
             plain(model, sgd(model), x)
-
-
-def empty_on_one(model):
-    return model.join([(features(0, 0),)] * (2 * model.rank))
 
 
 class OfOther:
@@ -196,48 +199,6 @@ class OfOther:
 DEALT = OfOther(lambda model, total: straggle.Rebalance(model, total=total), 32)
 EPOCHS = OfOther(lambda model, total: straggle.Epochs(model, num_samples=total, batch_size=2), 17)
 
-# -- pools
-
-
-def pull(model, optimizer, parts, weights=None):
-    with model.step() as step:
-        for part in step.pull(parts, weights=weights):
-            x = part[0] if isinstance(part, (list, tuple)) else part
-            model(x).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def pools(model):
-    return [([features(9, 4 * number + part) for part in range(4)],) for number in range(3)]
-
-
-def pulling(step):
-    """A loop that draws in another way than it can."""
-    return loop(pools, step)
-
-
-def pull_with_num(model, optimizer, parts):
-    with model.step(num_microbatches=2) as step:
-        for _ in step.pull(parts):
-            pass
-
-
-def pull_and_weigh(model, optimizer, parts):
-    with model.step() as step:
-        step.pull(parts)
-        step.weight = 2.0
-
-
-def pull_before(model, optimizer, parts):
-    model.step().pull(parts)
-
-
-def pull_others(model, optimizer, parts):
-    pull(model, optimizer, parts[: 3 + model.rank])
-
-
-PULLED = pulling(pull)
 OWN = "whose shares a sampler of your own can deal out"
 DATA = {
     "stream": case(
@@ -290,37 +251,10 @@ DATA = {
         late(DataLoader(Stream(), 4)),
         late(DataLoader(Stream(), 4), num_steps=2),
     ),
-    "empty": case(
-        "give every rank at least one batch",
-        loop(empty_on_one),
-        loop(lambda model: model.join([(features(0, 0),)] * (1 + 2 * model.rank))),
-    ),
     "shares of another total": case("begin without them", DEALT.refused, DEALT.begun_without),
     "epochs of other data": case(
         "this state is of {} samples, not of {}: begin without it", EPOCHS.refused, EPOCHS.begun_without
     ),
-    "empty pool": case(
-        "there are no micro-batches; a step has at least one", pulling(lambda m, o, _: pull(m, o, [])), PULLED
-    ),
-    "weights of a pool": case(
-        "micro-batches need as many positive weights",
-        pulling(lambda *args: pull(*args, weights=[1.0])),
-        pulling(lambda *args: pull(*args, weights=[8.0] * 4)),
-    ),
-    "outside of its step": case(
-        "step.pull() comes inside of `with model.step() as step:`", pulling(pull_before), PULLED
-    ),
-    "counted passes": case(
-        "leave out num_microbatches=... and step.weight, and give step.pull(parts, weights=...)",
-        pulling(pull_with_num),
-        pulling(lambda *args: pull(*args, weights=[8.0] * 4)),
-    ),
-    "weighed": case(
-        "step.weight beside step.pull(): give step.pull(parts, weights=...)",
-        pulling(pull_and_weigh),
-        pulling(lambda *args: pull(*args, weights=[8.0] * 4)),
-    ),
-    "other pools": case("give every rank all micro-batches of the step", pulling(pull_others), PULLED),
 }
 
 # -- policies and members
@@ -413,18 +347,6 @@ def watch_another(rank):
         straggle.watch(model)
 
 
-def log_scalars(every):
-    def way(rank):
-        said = []
-        with staged(mlp()) as model:
-            scalars.log_scalars(model, lambda *words: said.append(words), every=every, ranks=(0, 1))
-            module = train(model, rank)
-        assert len(said) == 3
-        return module
-
-    return way
-
-
 def same_hash():
     """Two names that have."""
     names = {}
@@ -477,20 +399,12 @@ def init_process_groups(rank, ports):
 
 FIRST, SECOND = same_hash()
 POLICIES = {
-    "no deadline": case(
-        "give a straggle.Deadline, a number of seconds, or None",
-        wrapping(deadline="soon"),
-        trains(deadline=straggle.FixedDeadline(60.0)),
-        trains(deadline=60.0),
-        trains(deadline=None),
-    ),
     "watched": case(
         "it has reports of its own; use model.last_report, or give advise the trace of straggle train",
         watch_another,
         watched,
         reported,
     ),
-    "logged": case("every={}: log after at least one step", log_scalars(0), log_scalars(1)),
     "same hash": case(
         "give one of them another name", stepping(logs([FIRST, SECOND])), trains(step=logs([FIRST, "another"]))
     ),

@@ -189,28 +189,8 @@ def one_of_two(model, optimizer, x):
         loss_of(model, x).backward()
 
 
-def counted_late(model, optimizer, x):
-    with model.step() as step:
-        loss_of(model, x).backward()
-        step.num_microbatches = 2
-
-
-def counted_before(model, optimizer, x):
-    with model.step() as step:
-        step.num_microbatches = 2
-        for part in x.chunk(2):
-            (loss_of(model, part) / 2).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def no_count(model, optimizer, x):
     with model.step(num_microbatches=x.mean().item()):
-        pass
-
-
-def none_of_none(model, optimizer, x):
-    with model.step(num_microbatches=0):
         pass
 
 
@@ -242,22 +222,6 @@ def through_both(model, optimizer, x):
     through(model, optimizer, x, both=True)
     assert all(parameter.grad is not None for parameter in model.parameters())
     optimizer.zero_grad()
-    plain(model, optimizer, x)
-
-
-def nested(model, optimizer, x):
-    with model.step(), model.step():
-        loss_of(model, x).backward()
-
-
-def paused_inside(model, optimizer, x):
-    with model.step(), model.pause():
-        loss_of(model, x).backward()
-
-
-def paused(model, optimizer, x):
-    with model.pause():
-        model(x)
     plain(model, optimizer, x)
 
 
@@ -315,53 +279,12 @@ def in_dataclass(rank):
         return model.module
 
 
-def weighed(model, optimizer, x, weight=1.0, after=False):
-    with model.step() as step:
-        loss = loss_of(model, x)
-        if after:
-            loss.backward()
-        step.weight = weight
-        if not after:
-            loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def cost(model, optimizer, x, cost=64.0):
-    with model.step() as step:
-        step.cost = cost
-        loss_of(model, x).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def logged_scalars(model, optimizer, x, num=8):
     with model.step() as step:
         loss = loss_of(model, x)
         loss.backward()
         step.log(**{f"scalar_{number}": loss for number in range(num)})
     assert len(model.last_report.scalars) == num
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def microbatch_before(model, optimizer, x):
-    with model.step().microbatch():
-        loss_of(model, x).backward()
-
-
-def by_calls(model, optimizer, x):
-    step = model.step().begin()
-    with step.microbatch():
-        loss_of(model, x).backward()
-    step.end()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def by_block(model, optimizer, x):
-    with model.step() as step, step.microbatch():
-        loss_of(model, x).backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -419,7 +342,6 @@ def two_networks(rank, in_the_block):
     return (warnings or [None])[0], module
 
 
-POSITIVE = "must be a positive number, such as the samples of this rank's step"
 PASSES = {
     "two losses": case(
         "model.step(num_microbatches=<number of backward passes>)",
@@ -427,13 +349,7 @@ PASSES = {
         trains(step=lambda *args: two_losses(*args, num=2)),
     ),
     "one pass of two": case("Write model.step(num_microbatches={})", stepping(one_of_two), trains()),
-    "counted late": case(
-        "backward passes of this step have come, and are being merged; set it before the last one",
-        stepping(counted_late),
-        trains(step=counted_before),
-    ),
     "no count": case("must be an integer number of backward passes, such as 4", stepping(no_count), trains()),
-    "no pass": case("num_microbatches={}: a step has at least one backward pass", stepping(none_of_none), trains()),
     "outside": case("write `with model.step():` around the forward and backward pass", stepping(outside), trains()),
     "outside, in the step of another": case(
         "freeze this one during that pass, by requires_grad_(False) and afterwards (True), or open both steps, `with "
@@ -442,8 +358,6 @@ PASSES = {
         trains(step=through_frozen),
         trains(step=through_both),
     ),
-    "nested": case("is still open: a step() cannot be nested in another", stepping(nested), trains()),
-    "paused inside": case("pause() comes between two steps", stepping(paused_inside), trains(step=paused)),
     "not finite": case(
         'If a GradScaler is to see them, write merge=straggle.Merge(nonfinite="keep")',
         stepping(not_finite),
@@ -456,17 +370,6 @@ PASSES = {
         trains(step=lambda *args: around_the_model(*args, call=True)),
         trains(step=lambda *args: around_the_model(*args, zero=True)),
         in_dataclass,
-    ),
-    "no weight": case(POSITIVE, stepping(lambda *args: weighed(*args, weight=-1.0)), trains(step=weighed)),
-    "weight too late": case(
-        "step.weight comes before the first backward pass",
-        stepping(lambda *args: weighed(*args, weight=2.0, after=True)),
-        trains(step=lambda *args: weighed(*args, weight=2.0)),
-    ),
-    "no cost": case(
-        "must be a positive number, such as the tokens",
-        stepping(lambda *args: cost(*args, cost=0.0)),
-        trains(step=cost),
     ),
     "scalars": case(
         "scalars in one step: at most 8",
@@ -487,12 +390,6 @@ PASSES = {
         "replicas may differ from here on; zero_grad() before the block",
         lambda rank: two_networks(rank, in_the_block=True)[0],
         lambda rank: two_networks(rank, in_the_block=False)[1],
-    ),
-    "micro-batch of no step": case(
-        "begin() it, or use it as `with model.step()`",
-        stepping(microbatch_before),
-        trains(step=by_calls),
-        trains(step=by_block),
     ),
 }
 

@@ -213,20 +213,6 @@ def test_drop_counts_running_stages_in_part_and_running_microbatches_whole_or_no
     assert dropped(steps, 3.0, StopRules(quorum=1), (1, 1)) == pytest.approx(0.5)  # in its forward pass
 
 
-def test_drop_has_nothing_of_a_rank_that_has_not_entered():
-    steps = entered_at_once(torch.tensor([[[1.0, 2.0], [1.0, 2.0]]]))
-    steps = replace(steps, entered_s=torch.tensor([[0.0, 9.0]]))
-    for granularity in ("stage", "microbatch", "step"):
-        rules = StopRules.of(FixedDeadline(3.0), LateHandling(granularity=granularity, grace_s=5.0), 2)
-        assert dropped(steps, 3.0, rules) == 0.5
-
-
-def test_nobody_is_stopped_before_a_quorum_waits():
-    steps = entered_at_once(torch.tensor([[[1.0, 2.0], [1.0, 2.0], [2.0, 40.0]]]))
-    drops = [dropped(steps, tau_s, StopRules(quorum=2)) for tau_s in (0.5, 2.0, 3.0)]
-    assert drops == [pytest.approx((1 - (max(tau_s, 2.0) - 2.0) / 38) / 6) for tau_s in (0.5, 2.0, 3.0)]
-
-
 def one_slow(factor, steps=30, stages=6):
     quick = torch.linspace(1.0, 2.0, stages)
     return torch.stack([quick, quick, quick, factor * quick]).expand(steps, 4, stages)
@@ -426,59 +412,55 @@ def test_what_was_dropped_of_ranks_that_vary_by_themselves_need_only_have_been_a
 # -- the model of a step
 
 
-def test_outcome_of_a_step_in_closed_form():
-    unit_s = torch.tensor([[1.0, 2.0], [1.0, 3.0], [2.0, 10.0]])
-    cut = simulate_step(unit_s, 2.5, StopRules(quorum=1))
-    assert cut.late.tolist() == [False, True, True]
-    assert cut.end_s.tolist() == [2.0, 2.5, 2.5]
-    assert cut.reached.tolist() == [[True, True], [True, False], [True, False]]
-    assert float(cut.seconds) == 2.5
-    assert simulate_step(unit_s, 2.5, StopRules(quorum=2)).late.tolist() == [False, False, True]
-    assert float(simulate_step(unit_s, 0.0, StopRules(quorum=2, after_quorum_s=0.5)).seconds) == 3.5
-    assert float(simulate_step(unit_s, INF, StopRules(quorum=1)).seconds) == 10.0
+THREE, TWO = [[1.0, 2.0], [1.0, 3.0], [2.0, 10.0]], [[1.0, 2.0, 3.0], [2.0, 4.0, 6.0]]
+GRACE = {"quorum": 1, "grace_s": 0.5}
 
 
-def test_outcome_where_all_that_a_late_rank_has_is_dropped():
-    unit_s = torch.tensor([[1.0, 2.0, 3.0], [2.0, 4.0, 6.0]])
-    rules = StopRules(quorum=1, drop_all=True)
-    cut = simulate_step(unit_s, 5.0, rules)
-    assert cut.end_s.tolist() == [3.0, 5.0]
-    assert computed_share(unit_s, cut, rules).tolist() == [[1.0] * 3, [0.0] * 3]
-
-
-def test_outcome_where_a_late_rank_finishes_what_it_has_begun():
-    unit_s = torch.tensor([[1.0, 2.0, 3.0], [2.0, 4.0, 6.0]])
-    for grace_s, end_s, reached in ((1.0, 4.0, [True, True, False]), (0.5, 3.5, [True, False, False])):
-        cut = simulate_step(unit_s, 3.0, StopRules(quorum=1, finish_running=True, grace_s=grace_s))
-        assert cut.end_s[1] == end_s
-        assert cut.reached[1].tolist() == reached
-
-
-def test_outcome_where_a_rank_finishes_its_last_unit_within_the_grace_has_it_in_time():
-    unit_s = torch.tensor([[1.0, 2.0], [2.0, 4.0]])
-    cut = simulate_step(unit_s, 3.5, StopRules(quorum=1, finish_running=True, grace_s=1.0))
-    assert cut.late.tolist() == [False, False]
-    assert cut.end_s.tolist() == [2.0, 4.0]
-
-
-def test_outcome_counts_the_deadline_from_each_ranks_entering():
-    unit_s = torch.tensor([[1.0], [1.0]])
-    cut = simulate_step(unit_s, 0.5, StopRules(quorum=1, grace_s=0.4), entered_s=torch.tensor([0.0, 1.25]))
-    assert cut.late.tolist() == [False, True]
-    assert cut.end_s.tolist() == [1.0, 1.75]
-
-
-@pytest.mark.parametrize("finish_running", [False, True])
-def test_outcome_has_a_rank_stood_in_for_that_has_not_entered(finish_running):
-    unit_s, entered_s = torch.tensor([[1.0, 2.0], [0.1, 2.0]]), torch.tensor([0.0, 2.75])
-    rules = StopRules(quorum=1, grace_s=0.5, finish_running=finish_running)
-    cut = simulate_step(unit_s, 0.5, rules, entered_s)
-    assert cut.late.tolist() == [False, True]
-    assert cut.end_s.tolist() == [2.0, 2.5]  # the quorum, and the grace
-    assert cut.reached.tolist() == [[True, True], [False, False]]
-    assert cut.stood_in.tolist() == [False, True]
-    assert cut.own_s.tolist() == [2.0, 0.0]
-    assert computed_share(unit_s, cut, rules)[1].tolist() == [0.0, 0.0]
+@pytest.mark.parametrize(
+    ("unit_s", "deadline_s", "rules", "at", "expected"),
+    [
+        (THREE, 2.5, {"quorum": 1}, {}, {
+            "late": [False, True, True], "end_s": [2.0, 2.5, 2.5], "seconds": 2.5,
+            "reached": [[True, True], [True, False], [True, False]],
+        }),
+        (THREE, 2.5, {"quorum": 2}, {}, {"late": [False, False, True]}),
+        (THREE, 0.0, {"quorum": 2, "after_quorum_s": 0.5}, {}, {"seconds": 3.5}),
+        (THREE, INF, {"quorum": 1}, {}, {"seconds": 10.0}),
+        # all that a late rank has is dropped
+        (TWO, 5.0, {"quorum": 1, "drop_all": True}, {}, {"end_s": [3.0, 5.0], "share": [[1.0] * 3, [0.0] * 3]}),
+        # a late rank finishes what it has begun, within the grace; its last unit is in time
+        (TWO, 3.0, {"quorum": 1, "finish_running": True, "grace_s": 1.0}, {},
+         {"end_s": [3.0, 4.0], "reached": [[True] * 3, [True, True, False]]}),
+        (TWO, 3.0, {"quorum": 1, "finish_running": True, "grace_s": 0.5}, {},
+         {"end_s": [3.0, 3.5], "reached": [[True] * 3, [True, False, False]]}),
+        ([[1.0, 2.0], [2.0, 4.0]], 3.5, {"quorum": 1, "finish_running": True, "grace_s": 1.0}, {},
+         {"end_s": [2.0, 4.0], "late": [False, False]}),
+        # the deadline counts from each rank's entering
+        ([[1.0], [1.0]], 0.5, {"quorum": 1, "grace_s": 0.4}, {"entered_s": [0.0, 1.25]},
+         {"end_s": [1.0, 1.75], "late": [False, True]}),
+        # a rank that has not entered is stood in for: at the quorum, and the grace
+        *(([[1.0, 2.0], [0.1, 2.0]], 0.5, {**GRACE, "finish_running": finish_running}, {"entered_s": [0.0, 2.75]}, {
+            "late": [False, True], "end_s": [2.0, 2.5], "stood_in": [False, True], "own_s": [2.0, 0.0],
+            "reached": [[True, True], [False, False]], "share": [[1.0, 1.0], [0.0, 0.0]],
+        }) for finish_running in (False, True)),
+        # one that is behind as soon as a quorum waits, if it is not back before that
+        ([[2.0], [1.0]], 4.0, GRACE, {"entered_s": [0.0, 3.0], "behind": [False, True]},
+         {"end_s": [2.0, 2.0], "stood_in": [False, True]}),
+        ([[2.0], [1.0]], 4.0, GRACE, {"entered_s": [0.0, 1.5], "behind": [False, True]},
+         {"end_s": [2.0, 2.5], "stood_in": [False, False]}),
+        # and its deadline counts from the step's begin: one stall is not paid twice
+        ([[2.0, 4.0]] * 3, 5.0, {"quorum": 1, "grace_s": 9.0},
+         {"entered_s": [0.0, 3.0, 3.0], "behind": [False, True, False]},
+         {"end_s": [4.0, 5.0, 7.0], "own_s": [4.0, 2.0, 4.0], "late": [False, True, False],
+          "reached": [[True, True], [True, False], [True, True]]}),
+    ],
+)  # fmt: skip
+def test_outcome_of_a_step_in_closed_form(unit_s, deadline_s, rules, at, expected):
+    unit_s, rules = torch.tensor(unit_s), StopRules(**rules)
+    cut = simulate_step(unit_s, deadline_s, rules, **{name: torch.tensor(own) for name, own in at.items()})
+    share = computed_share(unit_s, cut, rules).tolist()
+    found = {name: share if name == "share" else getattr(cut, name).tolist() for name in expected}
+    assert found == expected
 
 
 def test_outcome_has_the_grace_of_each_deadline_if_none_is_given():
@@ -490,26 +472,6 @@ def test_outcome_has_the_grace_of_each_deadline_if_none_is_given():
     in_one_piece = replace(rules, checks=1)
     computes = simulate_step(torch.tensor([[0.01, 0.02], [0.01, 5.0]]).expand(4, 2, 2), deadline_s, in_one_piece)
     assert computes.seconds.tolist() == pytest.approx(stood_in_at)
-
-
-def test_outcome_has_a_rank_that_is_behind_stood_in_for_as_soon_as_a_quorum_waits():
-    unit_s, rules, behind = torch.tensor([[2.0], [1.0]]), StopRules(quorum=1, grace_s=0.5), torch.tensor([False, True])
-    cut = simulate_step(unit_s, 4.0, rules, torch.tensor([0.0, 3.0]), behind)
-    assert cut.end_s.tolist() == [2.0, 2.0]
-    assert cut.stood_in.tolist() == [False, True]
-    back = simulate_step(unit_s, 4.0, rules, torch.tensor([0.0, 1.5]), behind)  # before the quorum has finished
-    assert back.end_s.tolist() == [2.0, 2.5]
-    assert back.stood_in.tolist() == [False, False]
-
-
-def test_outcome_has_the_deadline_of_a_rank_that_is_behind_count_from_the_steps_begin():
-    unit_s, rules = torch.tensor([[2.0, 4.0], [2.0, 4.0], [2.0, 4.0]]), StopRules(quorum=1, grace_s=9.0)
-    entered_s = torch.tensor([0.0, 3.0, 3.0])
-    cut = simulate_step(unit_s, 5.0, rules, entered_s, torch.tensor([False, True, False]))
-    assert cut.end_s.tolist() == [4.0, 5.0, 7.0]  # one stall is not paid twice
-    assert cut.own_s.tolist() == [4.0, 2.0, 4.0]
-    assert cut.late.tolist() == [False, True, False]
-    assert cut.reached[1].tolist() == [True, False]
 
 
 def test_outcome_of_many_steps_is_that_of_each():
