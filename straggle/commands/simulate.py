@@ -3,7 +3,6 @@
 python -m straggle simulate ranks=1000 steps=500 deadline=auto delays=dropcompute
 python -m straggle simulate ranks=64 delays=replay delays.trace=runs/latest deadline=quantile deadline.slack=1.3
 python -m straggle simulate ranks=64 pulled=true work.num_microbatches=8 deadline=none delays=slow_ranks
-python -m straggle simulate ranks=8 deadline=none delays=none network=links 'network.slow={7: {bytes_per_s: 1e6}}'
 """
 
 from __future__ import annotations

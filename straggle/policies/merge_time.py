@@ -1,4 +1,4 @@
-"""Expected times of a step's merges: several messages at a time, each in gloo's ring over the ranks' links.
+"""How long a merge takes: several messages at a time, each in gloo's ring over the ranks' links.
 
 gloo cuts a message of n bytes into p parts, one for each of p ranks, and a part into s segments of at most 1 MB, two at
 least. In each of two phases a rank sends (p - 1) s segments, of which two are in flight at a time. A segment is sent
@@ -8,16 +8,15 @@ when its receiver has reported room for it. With the latency and rate of the slo
     alone = (p - 1) s max(2 latency + g / rate, 2 g / rate)
 
 where ``busy`` is for how long the message occupies the link, and ``alone`` how long it takes if no other is in flight.
-So a message of more than 2 p MB pays more latencies than a smaller one.
+So a message of more than 2 p MB pays more latencies than a smaller one. At most `MESSAGES_AT_A_TIME` are in flight,
+each as fast as alone, unless together they need more than the link has: N equal ones take ``max(alone, N busy)``.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 # A segment is sent when its receiver has reported room for it, so each round of gloo's ring takes two
 # latencies: 12.6 for a small message of four ranks whose links have 20 ms (benchmarks/network.py has the network).
@@ -39,14 +38,6 @@ class Link:
 
     latency_s: float
     bytes_per_s: float
-
-
-@dataclass(frozen=True)
-class Message:
-    """A message: ``num_bytes`` of gradients that are finished ``ready_s`` seconds into the step."""
-
-    num_bytes: float
-    ready_s: float = 0.0
 
 
 def largest_message_bytes(num_ranks: int) -> int:
@@ -75,7 +66,7 @@ def alone_seconds(num_bytes: float, links: Sequence[Link]) -> float:
 
 
 def merge_seconds(num_bytes: float, links: Sequence[Link], num_messages: int | None = None) -> float:
-    """Seconds to merge so much in equal messages, if nothing is left to compute: `merged_at` of the last one.
+    """Seconds to merge so much in equal messages, if nothing is left to compute.
 
     ``num_messages``: by default as few as pay no more latencies than a small one.
     """
@@ -90,36 +81,3 @@ def merge_seconds(num_bytes: float, links: Sequence[Link], num_messages: int | N
 def _segments(num_bytes: float, num_ranks: int) -> int:
     """The number of segments of each part."""
     return max(SEGMENTS, math.ceil(num_bytes / num_ranks / SEGMENT_BYTES))
-
-
-def merged_at(messages: Sequence[Message], links: Sequence[Link]) -> list[float]:
-    """When each of these messages is merged, in seconds into the step; they are sent in this order.
-
-    At most `MESSAGES_AT_A_TIME` are in flight. Each is as fast as alone, unless together they need more than the link
-    has: then all are slower by that factor: ``N`` equal messages take ``max(alone, N busy)``.
-    """
-    begins_s = accumulate((message.ready_s for message in messages), max)  # after those before it
-    set_out, merged, now = deque(enumerate(begins_s)), [0.0] * len(messages), 0.0
-    if len(links) < 2:
-        return [at_s for _, at_s in set_out]
-    alone = [max(1e-12, alone_seconds(message.num_bytes, links)) for message in messages]
-    busy = [busy_seconds(message.num_bytes, links) for message in messages]
-    left: dict[int, float] = {}  # by message in flight, the share that is still to be merged
-    while set_out or left:
-        if not left:
-            now = max(now, set_out[0][1])
-        while set_out and set_out[0][1] <= now and len(left) < MESSAGES_AT_A_TIME:
-            left[set_out.popleft()[0]] = 1.0
-        slowed = max(1.0, sum(busy[number] / alone[number] for number in left))
-        ends = {number: now + share * alone[number] * slowed for number, share in left.items()}
-        until = min(ends.values())
-        if set_out and len(left) < MESSAGES_AT_A_TIME:
-            until = min(until, set_out[0][1])
-        for number, end in ends.items():
-            if end <= until:
-                merged[number] = end
-                del left[number]
-            else:
-                left[number] -= (until - now) / (alone[number] * slowed)
-        now = until
-    return merged

@@ -22,7 +22,7 @@ from straggle.backward.stage_profile import measure_stages
 from straggle.commands.launching import launch_options, store_host
 from straggle.data.rebalance import check_shares
 from straggle.lab import faults
-from straggle.lab.simulate import communication, delays, links, pulled, units
+from straggle.lab.simulate import communication, delays, pulled, units
 from straggle.lab.workloads import digits, paced, synthetic, text, workload
 from straggle.members import state_wire
 from straggle.merge.tensor_bytes import bytes_of
@@ -302,7 +302,6 @@ ARGUMENTS = {
         (partial(delays.SlowRanks, NO_DELAY, factor=2, lasts_steps=1), "share", [0.5], [0.49])
     ],
     "{}={}: must lie between 0 and 1": [(partial(delays.Stalls, NO_DELAY, seconds=1), "probability", [2], [1])],
-    "bytes_per_s={}: must be a positive number": [(partial(links.Links, 1), "bytes_per_s", [0], [1])],
     "step_s={}: must be a positive number of seconds": [(units.Work, "step_s", [0], [1])],
     "forward_share={}: must be a share of a micro-batch's time, from 0 to 1": [(Units, "forward_share", [2], [1])],
     "overhead_s={}: must be a number of seconds": [(Units, "overhead_s", [-1], [1])],
@@ -429,10 +428,6 @@ VALUES = {
     "--external-store needs --rdzv-endpoint HOST:PORT, which says where it is": (
         lambda _: launch("--external-store"),
         lambda _: launch("--external-store", "--rdzv-endpoint", "node0:29500"),
-    ),
-    "{}={}: must be a positive number": (
-        lambda _: links.Links(1, bytes_per_s=1, slow={0: {"slow_s": 0}}),
-        lambda _: links.Links(1, bytes_per_s=1, slow={0: {"slow_s": 1}}),
     ),
     "there is nothing to draw; give work.num_microbatches=8": (
         lambda _: pulled.simulate_pulled(2, 2, units.Work(1.0), NO_DELAY, straggle.FixedDeadline(1)),

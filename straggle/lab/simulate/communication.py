@@ -8,14 +8,6 @@ from collections.abc import Sequence
 from typing import final
 
 
-class Merging(ABC):
-    """Merges the messages of one step after another."""
-
-    @abstractmethod
-    def merge(self, ready_s: Sequence[float]) -> float:
-        """The seconds of one step, of whose messages the ranks have submitted the last part at these seconds."""
-
-
 class Network(ABC):
     """How long merging takes."""
 
@@ -25,16 +17,17 @@ class Network(ABC):
 
     def merging(self, ranks: int, shares: Sequence[float], overhead_s: float = 0.0) -> Merging:
         """A job whose messages have these ``shares`` of the gradients; a step takes ``overhead_s`` beside them."""
-        return _OneByOne([self.merge_s(ranks, share) for share in shares], overhead_s)
+        return Merging([self.merge_s(ranks, share) for share in shares], overhead_s)
 
 
-class _OneByOne(Merging):
-    """One message after another."""
+class Merging:
+    """Merges the messages of a step one after another; each takes ``merge_s``."""
 
     def __init__(self, merge_s: Sequence[float], overhead_s: float) -> None:
         self._merge_s, self._overhead_s = merge_s, overhead_s
 
     def merge(self, ready_s: Sequence[float]) -> float:
+        """The seconds of one step, of whose messages the ranks have submitted the last part at these seconds."""
         seconds = 0.0
         for ready, merge_s in zip(ready_s, self._merge_s, strict=True):
             seconds = max(seconds, ready) + merge_s
