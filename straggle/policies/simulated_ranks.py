@@ -42,9 +42,10 @@ class GivenStep:
 class EndedStep:
     """What came of a step: of its work, ``done``, and ``part``, (ranks, units), the share of each unit that comes in.
 
-    ``seconds`` are those of the entire step, with its merge.
+    ``deadline`` is the one that it had; ``seconds`` are those of the entire step, with its merge.
     """
 
+    deadline: NextDeadline
     done: SimulatedStep
     part: Tensor
     seconds: float
@@ -53,8 +54,8 @@ class EndedStep:
 class SimulatedRanks:
     """The ranks between two steps.
 
-    ``next``: the policy's decision for the next step. ``stood_in``, (ranks,): who was stood in for in the last one;
-    ``behind_s``, (ranks,): seconds that such a rank still has to do before it enters the next.
+    ``stood_in``, (ranks,): who was stood in for in the last one; ``behind_s``, (ranks,): seconds that such a rank still
+    has to do before it enters the next.
     """
 
     def __init__(
@@ -72,9 +73,8 @@ class SimulatedRanks:
 
         ``max_lag``: so many merged steps wait for a rank that is stood in for (`LateHandling`).
         """
-        self.next = NextDeadline(math.inf)
         self.stood_in, self.behind_s = torch.zeros(num_ranks, dtype=torch.bool), torch.zeros(num_ranks)
-        self._policy, self._rules = policy, rules
+        self._policy, self._rules, self._next = policy, rules, NextDeadline(math.inf)
         self._shown = slice(None) if shown is None else shown
         self._num_stages, self._in_stages = len(stage_share), in_stages
         self._window = HistoryWindow(policy.window, num_ranks if shown is None else len(shown))
@@ -93,7 +93,8 @@ class SimulatedRanks:
         The policy is shown the step, and decides the next deadline.
         """
         away = self.stood_in if given.away is None else self.stood_in | given.away
-        done = simulate_step(given.unit_s, self.next.seconds, self._rules, given.entered_s, behind=away)
+        deadline = self._next
+        done = simulate_step(given.unit_s, deadline.seconds, self._rules, given.entered_s, behind=away)
         part = computed_share(given.unit_s, done, self._rules, given.silent)
         seconds = merge(done)
         overhead_s = max(0.0, seconds - float(done.seconds))
@@ -102,7 +103,7 @@ class SimulatedRanks:
             self.stood_in = done.stood_in
             self.behind_s = (given.entered_s - seconds).clamp(min=0.0).where(done.stood_in, 0.0)
         self._decide(given, done, part, overhead_s)
-        return EndedStep(done, part, seconds)
+        return EndedStep(deadline, done, part, seconds)
 
     def _decide(self, given: GivenStep, done: SimulatedStep, part: Tensor, overhead_s: float) -> None:
         shown = self._shown
@@ -111,7 +112,7 @@ class SimulatedRanks:
         progress = self._progress(given, done, part[shown], overhead_s) if self._policy.wants_progress else None
         decided = next_deadline(self._policy, self._window.append(own_s.tolist(), finished.tolist(), progress))
         if self._policy.enforced:
-            self.next, self._rules = decided, replace(self._rules, after_quorum_s=decided.after_quorum_s)
+            self._next, self._rules = decided, replace(self._rules, after_quorum_s=decided.after_quorum_s)
 
     def _progress(self, given: GivenStep, done: SimulatedStep, part: Tensor, overhead_s: float) -> StepProgress:
         """As the ranks' telemetry has it: a rank that did not enter has been waited for until it was stood in for."""

@@ -90,7 +90,7 @@ class PulledCluster(Simulated):
             in_stages=False,
             max_lag=late_handling.max_lag,
         )
-        super().__init__(simulated, ranks, stages, network)
+        super().__init__(simulated, stages, network)
         self._each, self._num_parts = work.num_microbatches, work.num_microbatches * ranks
         self._num_stages = len(stages.stage_share)
         after = stages.base_s[-work.num_stages :].flip(0).cumsum(0).flip(0)
@@ -114,12 +114,11 @@ class PulledCluster(Simulated):
         each = [own + earlier for own, earlier in zip(own_s, before, strict=True)]
         drawn = self._drawing.step(entered_s.tolist(), each)
         given, number = self._given(drawn, entered_s)
-        decided = self._ranks.next
         ended = self._ranks.step(given, lambda done: self._merging.merge(self._ready_s(float(done.seconds))))
         self._step_s.append(ended.seconds)
         all_s = self._waiting.merge(self._ready_s(float((held_s + part_s.sum(1)).max())))
         came_in = ended.part * number
-        self._keep(decided, ended, all_s, float(came_in.sum()) / self._num_parts)
+        self._keep(ended, all_s, float(came_in.sum()) / self._num_parts)
         self._learn(drawn, ended.done, came_in)
         return drawn
 

@@ -18,7 +18,7 @@ from straggle.advise.other_shares import sets_of, work_without
 from straggle.lab.simulate.communication import Constant, Network
 from straggle.lab.simulate.delays import Delays
 from straggle.lab.simulate.units import Units, Work
-from straggle.policies.deadline import Deadline, LateHandling, NextDeadline
+from straggle.policies.deadline import Deadline, LateHandling
 from straggle.policies.simulated_ranks import EndedStep, GivenStep, SimulatedRanks
 from straggle.policies.step_model import SimulatedStep, StopRules, by_stage, parts_of
 
@@ -142,27 +142,21 @@ def simulate_times(
 
 
 class Simulated:
-    """Simulated steps: their merges, and what came of each.
+    """Simulated steps: their merges, and what came of each; ``units`` are those of the merge."""
 
-    ``units`` are those of the merge; ``ranks`` have the deadlines, and ``num_ranks`` is how many they are.
-    """
-
-    def __init__(self, ranks: SimulatedRanks, num_ranks: int, units: Units, network: Network) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: SimulatedRanks, units: Units, network: Network) -> None:
+        self._ranks, num_ranks = ranks, len(ranks.stood_in)
         shares = units.stage_share.tolist() if units.overlaps else [1.0]
         self._num_messages = len(shares)
         self._merging, self._waiting = (network.merging(num_ranks, shares, units.overhead_s) for _ in range(2))
         self._late_steps = torch.zeros(num_ranks, dtype=torch.int64)
         self._rows: list[tuple[float, ...]] = []
 
-    def _keep(self, decided: NextDeadline, ended: EndedStep, all_s: float, kept: float) -> None:
-        """A step under the deadline that was ``decided``; it takes ``all_s`` if all are waited for.
-
-        ``kept``: the share that came in.
-        """
-        late = ended.done.late
+    def _keep(self, ended: EndedStep, all_s: float, kept: float) -> None:
+        """The step takes ``all_s`` if all are waited for; ``kept``: the share that came in."""
+        late, deadline = ended.done.late, ended.deadline
         self._late_steps += late
-        self._rows.append((ended.seconds, all_s, decided.seconds, 1 - kept, decided.predicted_drop, int(late.sum())))
+        self._rows.append((ended.seconds, all_s, deadline.seconds, 1 - kept, deadline.predicted_drop, int(late.sum())))
 
     def _result(self, reach: Tensor, drawn: Tensor | None = None) -> Simulation:
         step_s, all_s, deadline_s, dropped, predicted, late = torch.tensor(self._rows, dtype=torch.float64).unbind(1)
@@ -195,7 +189,7 @@ class Cluster(Simulated):
             in_stages=units.in_stages,
             shown=torch.linspace(0, ranks - 1, num_shown).round().to(torch.int64),
         )
-        super().__init__(simulated, ranks, units, Constant() if units.merged else network)
+        super().__init__(simulated, units, Constant() if units.merged else network)
         self._units, self._share = units, units.share.expand(ranks, -1)
         self._computed = torch.zeros(ranks, len(units.share))
         self._whole_s: list[Tensor] = []  # of the first steps, what each rank takes, and all of them together
@@ -213,13 +207,12 @@ class Cluster(Simulated):
         def merge(done: SimulatedStep) -> float:
             return self._merging.merge(self._ready_s(last_s.clamp(max=float(done.seconds))))
 
-        decided = self._ranks.next
         ended = self._ranks.step(GivenStep(unit_s, self._share, silent=self._units.silent), merge)
         self._computed += ended.part
         if len(self._whole_s) < self._num_kept:
             self._whole_s.append(unit_s[:, -1].float())
             self._all_s.append(all_s)
-        self._keep(decided, ended, all_s, float(ended.part.mean(0) @ self._units.share))
+        self._keep(ended, all_s, float(ended.part.mean(0) @ self._units.share))
         return ended.part
 
     def _ready_s(self, last_s: Tensor) -> list[float]:
