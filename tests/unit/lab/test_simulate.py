@@ -146,11 +146,6 @@ def test_of_the_first_unit_what_backward_finished_counts():
     assert result.reach[1].tolist() == pytest.approx([(1 + 2 * 0.5) / 3, 1 / 3])
 
 
-def test_nobody_is_late_before_a_quorum_has_finished():
-    result = run(SLOW_LAST, FixedDeadline(0.5), late_handling=LateHandling(quorum=2))
-    assert result.step_s.tolist() == [6.0, 2.0, 2.0]
-
-
 def test_first_k_waits_for_k_ranks_and_its_grace():
     assert run(SLOW_LAST, FirstK(2, grace_s=1.0)).step_s.tolist() == [6.0, 3.0, 3.0]
 
