@@ -1,6 +1,6 @@
 """`Rebalance`: each rank gets as many samples, or micro-batches, of a step as it has time for.
 
-A rank takes `f + p n` seconds for `n` samples, from batch to batch (`batch_times.py`). Shares let all ranks finish
+A rank takes `f + p n` seconds for `n` samples, from batch to batch (`BatchTimes`). Shares let all ranks finish
 together, as far as `p n` is what makes one slow. At first all of the time is taken to go with the samples. What does
 not is learned from what changes of the shares did to the times (`sample_time.py`); it is no reason for a small share.
 """
@@ -18,9 +18,8 @@ from typing import Any, final
 
 import torch
 
-from straggle.data.batch_times import BatchTimes
 from straggle.data.deal import Parts
-from straggle.data.held_up import HeldUp, held_up
+from straggle.data.rank_times import BatchTimes, HeldUp, held_up
 from straggle.data.shares import deal
 from straggle.merge.step_record import StepRecord
 from straggle.merge.table import Table
