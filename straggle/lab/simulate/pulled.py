@@ -116,7 +116,7 @@ class PulledCluster(Simulated):
         given, number = self._given(drawn, entered_s)
         ended = self._ranks.step(given, lambda done: self._merging.merge(self._ready_s(float(done.seconds))))
         self._step_s.append(ended.seconds)
-        all_s = self._waiting.merge(self._ready_s(float((held_s + part_s.sum(1)).max())))
+        all_s = self._merging.merge(self._ready_s(float((held_s + part_s.sum(1)).max())))
         came_in = ended.part * number
         self._keep(ended, all_s, float(came_in.sum()) / self._num_parts)
         self._learn(drawn, ended.done, came_in)

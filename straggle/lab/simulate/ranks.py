@@ -148,7 +148,7 @@ class Simulated:
         self._ranks, num_ranks = ranks, len(ranks.stood_in)
         shares = units.stage_share.tolist() if units.overlaps else [1.0]
         self._num_messages = len(shares)
-        self._merging, self._waiting = (network.merging(num_ranks, shares, units.overhead_s) for _ in range(2))
+        self._merging = network.merging(num_ranks, shares, units.overhead_s)
         self._late_steps = torch.zeros(num_ranks, dtype=torch.int64)
         self._rows: list[tuple[float, ...]] = []
 
@@ -202,7 +202,7 @@ class Cluster(Simulated):
         Returns the share of each unit that comes in, of the same shape.
         """
         last_s = unit_s.T.contiguous().amax(1)  # when no rank is stopped; in half the time of amax(0)
-        all_s = self._waiting.merge(self._ready_s(last_s))
+        all_s = self._merging.merge(self._ready_s(last_s))
 
         def merge(done: SimulatedStep) -> float:
             return self._merging.merge(self._ready_s(last_s.clamp(max=float(done.seconds))))
