@@ -22,7 +22,7 @@ from paired import median_ratio
 from sleeping import sleeping_net
 
 from straggle import AutoDeadline, FixedDeadline, LateHandling, StagedDataParallel
-from straggle.lab.jobs import gather
+from straggle.lab.process_group import gather
 from straggle.report import text_table
 
 AUTO, AUTO_50 = "AutoDeadline", "AutoDeadline, a grace of 50 ms"

@@ -22,8 +22,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from straggle import FixedDeadline, LateHandling, StagedDataParallel
-from straggle.lab.jobs import gather
 from straggle.lab.local_ranks import run_on_ranks
+from straggle.lab.process_group import gather
 from straggle.report import text_table
 
 PLACES = ("data", "forward", "backward", "optimizer")

@@ -18,8 +18,8 @@ from chaos import Net
 
 from straggle import FixedDeadline, LateHandling, StagedDataParallel
 from straggle.backward.hooks import DeadlineReached
-from straggle.lab.jobs import gather
 from straggle.lab.local_ranks import run_on_ranks
+from straggle.lab.process_group import gather
 from straggle.report import text_table
 
 DEPTH, WIDTH = 64, 16

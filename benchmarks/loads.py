@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from straggle import AutoDeadline, DealtLoader, Epochs, LateLoader, MicroBatches, StagedDataParallel
-from straggle.lab.jobs import gather
+from straggle.lab.process_group import gather
 from straggle.report import text_table
 
 RANKS, SLOW, WIDTH, DEPTH, ROWS = 4, 1, 16, 8, 8

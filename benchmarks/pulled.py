@@ -25,7 +25,7 @@ import torch.distributed as dist
 from sleeping import sleeping_net
 
 import straggle
-from straggle.lab.jobs import process_group
+from straggle.lab.process_group import process_group
 from straggle.observe.console import print_table
 
 LAYERS, WIDTH, ROWS = 4, 64, 4

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from straggle.lab.jobs import gather
+from straggle.lab.process_group import gather
 from straggle.merge.channel import PeerFailed
 
 Result = TypeVar("Result")

@@ -26,7 +26,8 @@ with needs_extra("train"):
     from straggle.commands.launching.workers_signs import first_step_is_made
     from straggle.lab.comparison import REFERENCE, TRAIN_ON, Comparison, MethodResult, draw, print_summary
     from straggle.lab.interleaved import TimedJob, seconds_to
-    from straggle.lab.jobs import StagedJob, gather, process_group
+    from straggle.lab.jobs import StagedJob
+    from straggle.lab.process_group import gather, process_group
     from straggle.lab.workloads.workload import Workload
 
 _log = logging.getLogger(__name__)

@@ -39,7 +39,8 @@ from straggle.commands.agreement import RefusedByAll, on_all_ranks
 from straggle.commands.config import refuse, run_configured
 from straggle.commands.launching.workers_signs import asked_at_terminal, end_file, first_step_is_made
 from straggle.commands.run_dir import one_run
-from straggle.lab.jobs import StagedJob, gather, process_group
+from straggle.lab.jobs import StagedJob
+from straggle.lab.process_group import gather, process_group
 from straggle.observe.recording import DecisionWriter, file_of
 from straggle.observe.stuck import StuckWriter
 from straggle.observe.trace import TraceWriter

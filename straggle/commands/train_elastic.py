@@ -31,7 +31,8 @@ from straggle.commands.launching.workers_signs import first_step_is_made
 from straggle.commands.replaying import decisions_of, write_decision, write_shares
 from straggle.commands.result import finish, metrics_of, say_stopped, write_config, write_page
 from straggle.commands.run_dir import one_run_of_members
-from straggle.lab.jobs import StagedJob, process_group
+from straggle.lab.jobs import StagedJob
+from straggle.lab.process_group import process_group
 from straggle.lab.sharding import Sharded
 from straggle.members.agents import DO_NOT_RESTART
 from straggle.members.membership import JobDone, TooFewRanks

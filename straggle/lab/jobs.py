@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -16,13 +15,11 @@ import torch.distributed as dist
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import Tensor, nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from straggle.data.epochs import Epochs
@@ -31,7 +28,6 @@ from straggle.data.rebalance import Rebalance
 from straggle.garbage import CollectGarbage
 from straggle.lab.build import build_estimator, build_faults, build_members, build_optimizer, stages_of
 from straggle.lab.faults import FaultInjector
-from straggle.lab.restarts import fresh_store
 from straggle.lab.sharding import Sharded, WorkClock, whole
 from straggle.lab.workloads.workload import Shard, Workload
 from straggle.merge.step_record import StepRecord
@@ -41,32 +37,6 @@ from straggle.report import StepReport
 from straggle.stop_signal import StopSignal
 
 _log = logging.getLogger(__name__)
-
-
-@contextmanager
-def process_group(*, elastic: bool = False) -> Iterator[torch.device]:
-    """The job's process group, by torchrun's environment or alone; yields the device of this rank.
-
-    nccl if every rank of this machine has a GPU, gloo on the CPU otherwise. ``elastic``: gloo in any case, and in
-    the part of the store that a rank finds again when it is started again by itself.
-    """
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    on_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
-    backend = "nccl" if on_gpu and not elastic else "gloo"
-    if on_gpu:
-        torch.cuda.set_device(device)
-    if "RANK" in os.environ:
-        store, rank, world_size = next(rendezvous("env://"))
-        if not elastic:
-            store = fresh_store(store, rank, world_size)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-    else:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    try:
-        yield device
-    finally:
-        dist.destroy_process_group()
 
 
 class Job(ABC):
@@ -475,10 +445,3 @@ class LocalSgdJob(TorchJob):
             with torch.no_grad():
                 for parameter, before in zip(self.module.parameters(), own, strict=True):
                     parameter.copy_(before)
-
-
-def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's ``value``."""
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values

@@ -12,7 +12,7 @@ from ranks import run_command, run_ranks, straggle_main
 from torchrun import started_torchrun
 from training import TINY
 
-from straggle.lab.restarts import fresh_store
+from straggle.lab.process_group import fresh_store
 
 STALE = ("asks/1", "asks/2", "answer/old", "old/1", "old/2")
 

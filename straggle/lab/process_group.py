@@ -1,4 +1,4 @@
-"""A part of the job's store that no earlier attempt of torchrun's has written.
+"""The job's process group: its device and its backend, and a part of the store that no earlier attempt has written.
 
 torchrun's agent hosts one store for all attempts, and gloo leaves its addresses there under the same keys each time. A
 restarted worker finds the addresses of the dead workers, and its connections are refused.
@@ -6,14 +6,53 @@ restarted worker finds the addresses of the dead workers, and its connections ar
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 _POLL_S = 0.01
+
+
+@contextmanager
+def process_group(*, elastic: bool = False) -> Iterator[torch.device]:
+    """The job's process group, by torchrun's environment or alone; yields the device of this rank.
+
+    nccl if every rank of this machine has a GPU, gloo on the CPU otherwise. ``elastic``: gloo in any case, and in
+    the part of the store that a rank finds again when it is started again by itself.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    on_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    backend = "nccl" if on_gpu and not elastic else "gloo"
+    if on_gpu:
+        torch.cuda.set_device(device)
+    if "RANK" in os.environ:
+        store, rank, world_size = next(rendezvous("env://"))
+        if not elastic:
+            store = fresh_store(store, rank, world_size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    else:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's ``value``."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def fresh_store(store: Any, rank: int, world_size: int, *, timeout: timedelta = timedelta(minutes=10)) -> Any:
