@@ -150,7 +150,7 @@ ELSEWHERE = {
 ELSEWHERE |= {
     words: f"tests/ranks/{test}"
     for test, texts in {
-        "test_microbatches.py::test_a_loop_may_say_before_its_last_micro_batch_how_many_there_are": (
+        "test_microbatches.py::test_who_says_it_too_late_is_told_so": (
             "backward passes of this step have come, and are being merged; set it before the last one",
         ),
         "test_microbatches.py::test_calls_in_the_wrong_order_are_refused": (

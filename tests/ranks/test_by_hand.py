@@ -4,7 +4,7 @@ import pytest
 import torch
 from ranks import digest, run_ranks, staged
 from torch import nn
-from training import features, mlp, warned
+from training import Chain, Stopper, features, mlp, warned
 
 import straggle
 
@@ -218,6 +218,53 @@ def seen_by(rank):
 
 def test_estimator_sees_gradients_that_the_loop_puts_in_place():
     assert run_ranks(seen_by, 2) == [[1.0, 1.0], [2.0, 2.0]]
+
+
+def put(module, rank):
+    """A penalty, on top of what is there."""
+    for own in module.parameters():
+        penalty = torch.full_like(own, 10.0 * (1 + rank))
+        own.grad = penalty if own.grad is None else own.grad + penalty
+
+
+def of_an_unused_one(rank):
+    """Passes use one of two heads, and the other one has a penalty alone: that is its gradient, of a late rank too."""
+    module = nn.ModuleDict({"used": nn.Linear(1, 1, bias=False), "other": nn.Linear(1, 1, bias=False)})
+    module.forward = lambda x: module["used"](x).sum()
+    stopper = Stopper(module["used"])
+    with staged(module) as model:
+        found = []
+        for number in range(2):
+            with model.step(2) as step:
+                put(module["other"], rank)
+                for part in range(2):
+                    if (number, rank, part) == (1, 1, 1):
+                        stopper.arm(step, 0)
+                    model(torch.ones(1, 1)).backward()
+            found.append([own.grad.item() for own in module.parameters()])
+            module.zero_grad()
+        return found
+
+
+def test_penalty_of_a_parameter_that_passes_do_not_use_is_its_gradient():
+    for first, second in run_ranks(of_an_unused_one, 2):
+        assert first == [2.0, 15.0]
+        assert second == pytest.approx([2.0, (10.0 + 0.5 * 20.0) / 1.5])
+
+
+def seen_with_passes(rank):
+    """What an estimator is shown of a rank's own gradient of two passes, with its penalty."""
+    module, estimator = Chain(1), straggle.LastOwn()
+    with staged(module, estimator=estimator) as model:
+        with model.step(2):
+            put(module, rank)
+            for _ in range(2):
+                (model(1.0 + rank) / 2).backward()
+        return [estimator.memory[own].unique().item() for own in module.parameters()]
+
+
+def test_estimator_sees_the_penalty_with_the_passes():
+    assert run_ranks(seen_with_passes, 2) == [[11.0], [22.0]]
 
 
 def repeat(rank, decisions):

@@ -45,6 +45,10 @@ def merge_chain(rank, stops, num_microbatches, bucket_bytes=None, plan=None):
     return results
 
 
+def merge_all(rank, cases):
+    return [merge_chain(rank, *case) for case in cases]
+
+
 def passes_of(stop, layer, num_microbatches):
     """How many micro-batches of the layer's gradient are finished after ``stop`` gradients in all."""
     if stop is None:
@@ -67,26 +71,24 @@ def random_plan(world_size, num_microbatches, num_steps=12):
     return [list(stops) for stops in zip(*ranks, strict=True)]
 
 
-def check_gradients(results, stops, num_microbatches):
-    for gradients_and_reports, stop in zip(zip(*results, strict=True), stops, strict=True):
-        expected = [expected_gradient(stop, layer, num_microbatches) for layer in range(NUM_LAYERS)]
-        for gradients, _ in gradients_and_reports:
-            torch.testing.assert_close(gradients, expected)
-        assert len({digest(gradients) for gradients, _ in gradients_and_reports}) == 1
+def check_gradients(world_size, cases):
+    """Of the cases, each of which is what `merge_chain` is given."""
+    for (stops, num_microbatches, *_), *results in zip(cases, *run_ranks(merge_all, world_size, cases), strict=True):
+        for gradients_and_reports, stop in zip(zip(*results, strict=True), stops, strict=True):
+            expected = [expected_gradient(stop, layer, num_microbatches) for layer in range(NUM_LAYERS)]
+            for gradients, _ in gradients_and_reports:
+                torch.testing.assert_close(gradients, expected)
+            assert len({digest(gradients) for gradients, _ in gradients_and_reports}) == 1
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("num_microbatches", [1, 3])
-def test_merged_gradient_is_the_mean_over_the_ranks_that_computed_it(world_size, num_microbatches):
-    stops = random_plan(world_size, num_microbatches)
-    check_gradients(run_ranks(merge_chain, world_size, stops, num_microbatches), stops, num_microbatches)
+def test_merged_gradient_is_the_mean_over_the_ranks_that_computed_it(world_size):
+    check_gradients(world_size, [(random_plan(world_size, number), number) for number in (1, 3)])
 
 
-@pytest.mark.parametrize("plan", [None, 2, ["layers.1", "layers.3"]], ids=str)
-@pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_merged_gradient_is_the_same_mean_where_each_stage_is_a_message(plan, num_microbatches):
-    stops = random_plan(3, num_microbatches)
-    check_gradients(run_ranks(merge_chain, 3, stops, num_microbatches, 1, plan), stops, num_microbatches)
+def test_merged_gradient_is_the_same_mean_where_each_stage_is_a_message():
+    plans = (None, 2, ["layers.1", "layers.3"])
+    check_gradients(3, [(random_plan(3, number), number, 1, plan) for plan in plans for number in (1, 2)])
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -98,30 +100,33 @@ def test_gradient_nobody_computed_is_none_on_every_rank(world_size):
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_report_tells_reach_weights_and_late_ranks_alike_on_every_rank(world_size, num_microbatches):
-    stops = random_plan(world_size, num_microbatches)
+def test_report_tells_reach_weights_and_late_ranks_alike_on_every_rank(world_size):
+    cases = [
+        (random_plan(world_size, number), number, None, [f"layers.{i}" for i in range(NUM_LAYERS)]) for number in (1, 2)
+    ]
+    for (stops, num_microbatches, *_), *everyone in zip(cases, *run_ranks(merge_all, world_size, cases), strict=True):
+        for reports, stop in zip(zip(*everyone, strict=True), stops, strict=True):
+            assert len({shared(report) for _, report in reports}) == 1
+            check_report(reports[0][1], stop, num_microbatches)
+
+
+def check_report(report, stop, num_microbatches):
     numel = [2 + layer for layer in range(NUM_LAYERS)]
-    everyone = run_ranks(merge_chain, world_size, stops, num_microbatches, None, [f"layers.{i}" for i in range(5)])
-    for reports, stop in zip(zip(*everyone, strict=True), stops, strict=True):
-        assert len({shared(report) for _, report in reports}) == 1
-        report = reports[0][1]
-        shares = [
-            [passes_of(stop[rank], layer, num_microbatches) / num_microbatches for layer in range(NUM_LAYERS)]
-            for rank in range(world_size)
-        ]
-        reaches = [sum(s * n for s, n in zip(share, numel, strict=True)) / sum(numel) for share in shares]
-        assert [stage.name for stage in report.stages] == [f"layers.{i}" for i in reversed(range(NUM_LAYERS))]
-        assert [rank.reach for rank in report.ranks] == pytest.approx(reaches)
-        assert report.dropped_share == pytest.approx(1 - sum(reaches) / world_size)
-        assert report.late_ranks == tuple(rank for rank in range(world_size) if reaches[rank] < 1)
-        weights = [sum(share[layer] for share in shares) for layer in reversed(range(NUM_LAYERS))]
-        assert [stage.weight for stage in report.stages] == pytest.approx(weights)
-        assert not any(stage.estimated for stage in report.stages)
-        causes = [None if reach == 1 else "forward" if not reach else "backward" for reach in reaches]
-        assert [rank.cause for rank in report.ranks] == causes
-        for rank, share in zip(report.ranks, shares, strict=True):
-            assert [math.isnan(seconds) for seconds in rank.stage_s] == [one < 1 for one in reversed(share)]
+    shares = [
+        [passes_of(own, layer, num_microbatches) / num_microbatches for layer in range(NUM_LAYERS)] for own in stop
+    ]
+    reaches = [sum(s * n for s, n in zip(share, numel, strict=True)) / sum(numel) for share in shares]
+    assert [stage.name for stage in report.stages] == [f"layers.{i}" for i in reversed(range(NUM_LAYERS))]
+    assert [rank.reach for rank in report.ranks] == pytest.approx(reaches)
+    assert report.dropped_share == pytest.approx(1 - sum(reaches) / len(stop))
+    assert report.late_ranks == tuple(rank for rank, reach in enumerate(reaches) if reach < 1)
+    weights = [sum(share[layer] for share in shares) for layer in reversed(range(NUM_LAYERS))]
+    assert [stage.weight for stage in report.stages] == pytest.approx(weights)
+    assert not any(stage.estimated for stage in report.stages)
+    causes = [None if reach == 1 else "forward" if not reach else "backward" for reach in reaches]
+    assert [rank.cause for rank in report.ranks] == causes
+    for rank, share in zip(report.ranks, shares, strict=True):
+        assert [math.isnan(seconds) for seconds in rank.stage_s] == [one < 1 for one in reversed(share)]
 
 
 def merge_rarely_used(rank, used_by, num_microbatches, stop):
@@ -194,16 +199,20 @@ def train(rank, estimator, num_steps, optimizer_class=torch.optim.AdamW):
     return digests, late
 
 
+def train_all(rank, *how):
+    return {estimator: train(rank, estimator, *how) for estimator in ESTIMATORS}
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_replicas_stay_identical_when_ranks_stop_at_random(estimator, world_size):
-    results = run_ranks(train, world_size, estimator, 40)
-    assert all(digests == results[0][0] for digests, _ in results)
-    assert all(late > 9 for _, late in results)
+def test_replicas_stay_identical_when_ranks_stop_at_random(world_size):
+    results = run_ranks(train_all, world_size, 40)
+    for estimator in ESTIMATORS:
+        assert all(own[estimator][0] == results[0][estimator][0] for own in results), estimator
+        assert all(own[estimator][1] > 9 for own in results), estimator
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_replicas_of_four_ranks_stay_identical_over_many_steps(estimator):
-    results = run_ranks(train, 4, estimator, 120, torch.optim.SGD)
-    assert all(digests == results[0][0] for digests, _ in results)
+def test_replicas_of_four_ranks_stay_identical_over_many_steps():
+    results = run_ranks(train_all, 4, 120, torch.optim.SGD)
+    for estimator in ESTIMATORS:
+        assert all(own[estimator][0] == results[0][estimator][0] for own in results), estimator

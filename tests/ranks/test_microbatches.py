@@ -6,72 +6,11 @@ import pytest
 import torch
 from ranks import digest, logged, run_ranks, staged
 from torch import nn
-from training import Chain, Stopper, features, grads, mlp
+from training import Chain, Stopper, features, mlp
 
 from straggle import DeadlineReached, PeerFailed
 
 pytestmark = pytest.mark.light
-
-
-class Calls:
-    """A trainer of somebody else: it calls ``training_step`` for each micro-batch, and ``sync`` after the last."""
-
-    def __init__(self, model, num_microbatches):
-        self.model, self.number = model, num_microbatches
-        self.step = None
-
-    def training_step(self, x):
-        if self.step is None:
-            self.step = self.model.step(self.number).begin()
-        assert self.model.open_step is self.step
-        loss = torch.tensor(float("nan"))  # of a micro-batch that is not computed
-        with self.step.microbatch():
-            loss = self.model(x).square().mean() / self.number
-            loss.backward()
-        return loss
-
-    def sync(self):
-        step, self.step = self.step, None
-        step.end()
-        assert self.model.open_step is None
-
-
-def by_calls_and_in_a_block(rank, stop_after):
-    """Gradients of both, where the last rank is stopped in the middle; and how many losses each of its calls had."""
-    results = []
-    for calls in (True, False):
-        module = mlp()
-        stopper = Stopper(module)
-        with staged(module) as model:
-            trainer = Calls(model, 3)
-            batches = [features(rank, number) for number in range(3)]
-            if calls:
-                trainer.step = model.step(3).begin()
-                stopper.arm(trainer.step, stop_after if rank else None)
-                losses = [trainer.training_step(x) for x in batches]
-                late = trainer.step.late
-                trainer.sync()
-            else:
-                losses, late = [], None
-                with model.step(3) as step:
-                    stopper.arm(step, stop_after if rank else None)
-                    for x in batches:
-                        loss = model(x).square().mean() / 3
-                        losses.append(loss)
-                        loss.backward()
-            report = model.last_report.ranks[rank]
-            results.append((digest(grads(module)), report.reach, report.cause, late, len(losses)))
-            assert all(bool(loss.isfinite()) for loss in losses) or rank
-    return results
-
-
-@pytest.mark.parametrize("stop_after", [None, 0, 4, 6, 9, 17])
-def test_calls_merge_what_the_block_does(stop_after):
-    (first, second), others = run_ranks(by_calls_and_in_a_block, 2, stop_after)
-    assert first[0] == second[0] == others[0][0] == others[1][0]
-    assert others[0][1:3] == others[1][1:3]
-    assert others[0][3] == (stop_after is not None)
-    assert others[0][4] == 3  # the loop of the other goes on, whatever it computes
 
 
 def computed_after_late(rank):
@@ -152,40 +91,6 @@ def wrong_order(rank):
 
 def test_calls_in_the_wrong_order_are_refused():
     run_ranks(wrong_order, 1)
-
-
-def counted_as_it_goes(rank, announced, stop_after):
-    """Two steps of two passes, said to have ``announced`` until the loop knows better; and the same steps known before.
-
-    The last rank is stopped in the second one.
-    """
-    results = []
-    for first_said in (announced, 2):
-        module = mlp()
-        stopper = Stopper(module)
-        with staged(module) as model, logged("straggle") as said:
-            for number in range(2):
-                module.zero_grad()
-                step = model.step(first_said).begin()
-                stopper.arm(step, stop_after if rank and number else None)
-                for place in range(2):
-                    step.num_microbatches = 2 if place else max(2, first_said)
-                    with step.microbatch():
-                        model(features(rank, place)).square().mean().backward()
-                step.end()
-            report = model.last_report.ranks[rank]
-            results.append((digest(grads(module)), report.reach, list(said)))
-    return results
-
-
-@pytest.mark.parametrize("announced", [1, 4])
-@pytest.mark.parametrize("stop_after", [None, 4, 9])
-def test_a_loop_may_say_before_its_last_micro_batch_how_many_there_are(announced, stop_after):
-    first, second = run_ranks(counted_as_it_goes, 2, announced, stop_after)
-    assert first[0] == first[1]
-    assert second[0] == second[1]
-    assert first[0][0] == second[0][0]
-    assert first[0][2] == []  # of passes that are missing
 
 
 def counted_too_late(rank):
@@ -282,26 +187,3 @@ def test_a_loop_that_leaves_its_epoch_in_the_middle_of_a_step_goes_on_as_under_d
     assert ours == ddp
     assert [ddp, ours] == second
     assert ddp[1:] == (3, [])
-
-
-def calls_the_module(rank, num_microbatches):
-    """Not the wrapped model, so that a backward pass is seen to begin when it has its first gradient."""
-    module, gradients = Chain(), []
-    with staged(module) as model:
-        for number in range(3):
-            with model.step(num_microbatches) as step:
-                for part in range(num_microbatches):
-                    with step.microbatch():
-                        module(float(1 + number + rank + part)).backward()
-            gradients.append([layer.weight.grad[0].item() for layer in module.layers])
-            model.zero_grad()
-    return gradients
-
-
-@pytest.mark.parametrize("num_microbatches", [1, 2, 4])
-def test_first_gradient_of_a_pass_that_comes_through_no_output_of_the_model_counts_once(num_microbatches):
-    sums = [
-        sum(1 + number + rank + part for rank in range(2) for part in range(num_microbatches)) for number in range(3)
-    ]
-    expected = [[(layer + 1) * total / 2 for layer in range(5)] for total in sums]
-    assert run_ranks(calls_the_module, 2, num_microbatches) == [expected, expected]

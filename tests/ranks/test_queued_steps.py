@@ -117,29 +117,6 @@ def test_host_reads_nothing_back_if_ranks_have_different_numbers_of_batches():
     assert (waits, parameters) == (0, others)
 
 
-def cut(rank, queued, passes):
-    """Rank 1 is stopped after some gradients of each second step."""
-    torch.manual_seed(0)
-    module = mlp()
-    stopper, optimizer = Stopper(module), torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    with queued_device() if queued else nullcontext(), staged(module, deadline=60.0) as model:
-        for number in range(8):
-            with model.step(passes) as step:
-                stopper.arm(step, 3 if rank == 1 and number % 2 else None)
-                for one in range(passes):
-                    model(features(rank, passes * number + one)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return digest(module.parameters()), [stage.weight for stage in model.last_report.stages]
-
-
-@pytest.mark.parametrize("passes", [1, 2])
-def test_late_rank_changes_the_mean_as_on_the_cpu(passes):
-    queued, on_host = run_ranks(cut, 2, True, passes), run_ranks(cut, 2, False, passes)
-    assert queued == on_host
-    assert min(queued[0][1]) < 2
-
-
 # -- what only the device knows
 
 

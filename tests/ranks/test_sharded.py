@@ -145,28 +145,6 @@ def against_hsdp(rank: int, optimizer: dict) -> float:
     return max((own.full_tensor() - other.full_tensor()).abs().max().item() for own, other in pairs)
 
 
-def by_tokens(rank: int) -> float:
-    """The same to the whole model with a mean over all rows, of which each rank has another number in each step."""
-    both = pair()
-    with staged(both.net, mesh=both.mesh["dp_replicate"]) as model:
-        ours, theirs = (torch.optim.AdamW(one.parameters(), lr=0.01) for one in (model, both.plain))
-        for number in range(NUM_STEPS):
-            rows = [1 + (5 * other + 3 * number) % 7 for other in RANKS]
-            step = model.step()
-            if number % 3 == 1:  # or in the block
-                step.weight = rows[rank]
-            with step:
-                if number % 3 == 2:
-                    step.weight = rows[rank]
-                model(batch(number, rank, rows[rank] if number % 3 else 6)).square().mean().backward()
-            all_rows = torch.cat([batch(number, other, rows[other] if number % 3 else 6) for other in RANKS])
-            both.plain(all_rows).square().mean().backward()
-            for optimizer in (ours, theirs):
-                optimizer.step()
-                optimizer.zero_grad()
-    return both.gap()
-
-
 def by_chunks(rank: int) -> float:
     """A hook on the loss runs forward and back for each chunk, as cached losses do."""
     both = pair()
@@ -192,7 +170,6 @@ def by_chunks(rank: int) -> float:
 
 CASES = {
     "chunks in a hook": (by_chunks,),
-    "weights of each rank's step": (by_tokens,),
     "plain": (against_whole, Blocks, 1, False, {}),
     "optimizer stepped in the block": (against_whole, Blocks, 1, False, {}, True),
     "two passes, clipped, resharded": (against_whole, Blocks, 2, True, {"reshard_after_forward": True}),

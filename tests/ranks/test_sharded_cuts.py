@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 
 import pytest
 import torch
@@ -15,10 +14,9 @@ from ranks import run_ranks, staged
 from sharding import Blocks, Pair, batch, mesh_of, pair, shard
 from torch import Tensor, nn
 
-from straggle import LastMerged, StagedDataParallel, Step, Zero
+from straggle import StagedDataParallel, Step
 
 DEPTH = 5
-ROOT = ("first", "last")
 EXACT = 1e-6
 
 
@@ -79,21 +77,6 @@ def one_step(model: StagedDataParallel, both: Pair, rank: int, step: int, passes
                 break
 
 
-def cut_pass(rank: int, stop: Stop, passes: int, options: dict) -> tuple[dict[str, float], float, float]:
-    """What replica 1 gave to each module, and how far gradients are from that; and how far those of the next pass."""
-    both = pair(partial(Blocks, DEPTH), **options)
-    with staged(both.net, mesh=both.mesh["dp_replicate"]) as model:
-        one_step(model, both, rank, 0, passes, None)  # the stages are planned
-        model.zero_grad()
-        one_step(model, both, rank, 1, passes, stop)
-        given, gap = weights_of_replica1(both, 1, passes)
-        model.zero_grad()
-        one_step(model, both, rank, 2, passes, None)
-        after, next_gap = weights_of_replica1(both, 2, passes)
-    assert set(after.values()) == {1.0}, after
-    return given, gap, next_gap
-
-
 def weights_of_replica1(both: Pair, step: int, passes: int) -> tuple[dict[str, float], float]:
     """For each module the weight of replica 1 that explains its gradient, and the largest difference that is left."""
     names = [name for name, _ in both.plain.named_parameters()]
@@ -111,45 +94,6 @@ def weights_of_replica1(both: Pair, step: int, passes: int) -> tuple[dict[str, f
         weights.setdefault(".".join(name.split(".")[:2]) if "blocks" in name else name.split(".")[0], weight)
         gap = max(gap, differences[weight])
     return weights, gap
-
-
-def blocks_from(first: int, rest: float = 0.0) -> dict[str, float]:
-    """Replica 1 gave the gradients of these blocks entirely, and a share of the others."""
-    return dict.fromkeys(ROOT, rest) | {f"blocks.{i}": 1.0 if i >= first else rest for i in range(DEPTH)}
-
-
-CASES = {
-    "forward": (Stop(1, backward=False), 1, {}, blocks_from(DEPTH)),
-    "end of forward": (Stop(DEPTH - 1, backward=False), 1, {}, blocks_from(DEPTH)),
-    "backward": (Stop(3, backward=True), 1, {}, blocks_from(2)),
-    "backward, resharded": (Stop(4, backward=True), 1, {"reshard_after_forward": True}, blocks_from(3)),
-    "backward, not resharded": (Stop(4, backward=True), 1, {"reshard_after_forward": False}, blocks_from(3)),
-    "second micro-batch, forward": (Stop(1, False, 1), 2, {}, blocks_from(DEPTH, 0.5)),
-    "second micro-batch, backward": (Stop(3, True, 1), 2, {}, blocks_from(2, 0.5)),
-    "error in forward": (Stop(2, False, fails=True), 1, {}, blocks_from(DEPTH)),
-    "error in backward": (Stop(2, True, fails=True), 1, {}, blocks_from(3)),
-    "error in the second backward": (Stop(2, True, 1, fails=True), 2, {}, blocks_from(3, 0.5)),
-}
-
-
-def all_cuts(rank: int) -> dict[str, tuple[dict[str, float], float, float]]:
-    return {name: cut_pass(rank, *case[:3]) for name, case in CASES.items()}
-
-
-@pytest.fixture(scope="module")
-def cuts() -> list[dict[str, tuple[dict[str, float], float, float]]]:
-    return run_ranks(all_cuts, 4)
-
-
-@pytest.mark.slow  # for the seconds of all cases, which come with the first
-@pytest.mark.parametrize("case", CASES)
-def test_replica_is_cut_between_two_units_and_its_next_pass_is_exact(
-    cuts: list[dict[str, tuple[dict[str, float], float, float]]], case: str
-) -> None:
-    for given, gap, next_gap in (of_rank[case] for of_rank in cuts):
-        assert given == CASES[case][3]
-        assert gap < EXACT
-        assert next_gap < EXACT
 
 
 class BetweenBlocks(Blocks):
@@ -172,41 +116,24 @@ def compiled(net: nn.Module) -> None:
         block.compile(backend="eager")
 
 
-def prefetching(net: nn.Module) -> None:
-    for before, after in pairwise(net.blocks):  # type: ignore[arg-type]
-        before.set_modules_to_forward_prefetch([after])
-        after.set_modules_to_backward_prefetch([before])
+def cut_compiled(rank: int, is_other: bool) -> list[tuple[set[float], float]]:
+    """The second of three steps is left after the third block; of each what `weights_of_replica1` gives.
 
-
-def as_it_is(_net: nn.Module) -> None:
-    pass
-
-
-def cut_passes(
-    rank: int, backward: bool, fails: bool, accumulates: bool, before: Callable, after: Callable
-) -> list[tuple[set[float], float]]:
-    """The second of three steps is left by replica 1 after its third block; of each what `weights_of_replica1` gives.
-
-    ``accumulates``: two passes are reduced as one. ``before`` and ``after`` sharding, the model is prepared by these.
+    Rank 3 is late in the forward pass, or replica 1 fails in the backward pass (``is_other``).
     """
     torch.manual_seed(0)
     net, mesh, results = BetweenBlocks(DEPTH), mesh_of(), []
     both = Pair(net, copy.deepcopy(net), mesh)
-    before(net)
+    compiled(net)
     shard(net, mesh["dp_shard"])
-    after(net)
-    net.backward = backward
-    passes = 1 + accumulates
+    net.backward = is_other
     with staged(net, mesh=mesh["dp_replicate"]) as model:
         for number in range(3):
             with model.step() as step:
-                for micro in range(passes):
-                    net.set_requires_gradient_sync(micro == passes - 1)
-                    leaves = number % 2 and micro == passes - 1
-                    net.act = partial(leave, step, rank, fails) if leaves else None
-                    with suppress(Failed):
-                        model(batch(number, 10 * micro + rank)).square().mean().backward()
-            weights, gap = weights_of_replica1(both, number, passes)
+                net.act = partial(leave, step, rank, is_other) if number == 1 else None
+                with suppress(Failed):
+                    model(batch(number, rank)).square().mean().backward()
+            weights, gap = weights_of_replica1(both, number, 1)
             results.append((set(weights.values()), gap))
             model.zero_grad()
     return results
@@ -219,55 +146,16 @@ def leave(step: Step, rank: int, fails: bool) -> None:
         step.stop()
 
 
-USES = {
-    "compiled": (False, compiled, as_it_is),
-    "prefetching": (False, as_it_is, prefetching),
-    "accumulating": (True, as_it_is, as_it_is),
-}
-
-
-# each rank traces compiled blocks for 2 s of CPU in each of these
-WAYS = [
-    (use, backward, fails)
-    for use in USES
-    for backward in (False, True)
-    for fails in (False, True)
-    if use != "compiled" or backward == fails
-]
-
-
-def all_uses(rank: int) -> list[list[tuple[set[float], float]]]:
-    return [cut_passes(rank, backward, fails, *USES[use]) for use, backward, fails in WAYS]
+def cut_twice(rank: int) -> list[list[tuple[set[float], float]]]:
+    return [cut_compiled(rank, is_other) for is_other in (False, True)]  # each rank traces for 2 s of CPU in each
 
 
 @pytest.mark.slow
-def test_cuts_and_errors_are_exact_with_compiled_blocks_prefetching_and_accumulation_inside_of_fsdp() -> None:
-    for of_rank in run_ranks(all_uses, 4, timeout_s=180.0):
-        assert max(gap for results in of_rank for _, gap in results) < EXACT
-        for (_, backward, _), results in zip(WAYS, of_rank, strict=True):
-            assert [weights for weights, _ in results] == [{1.0}, {0.0, 1.0} if backward else {0.0}, {1.0}]
-
-
-def with_an_estimator(rank: int) -> list[float]:
-    """Replica 1 leaves in its first unit: how far the merged gradients are from those with its estimates."""
-    gaps = []
-    for estimator in (Zero(), LastMerged(weight=1.0)):
-        both = pair()
-        with staged(both.net, mesh=both.mesh["dp_replicate"], estimator=estimator) as model:
-            one_step(model, both, rank, 0, 1, None)
-            last = [own.grad.full_tensor() for own in both.net.parameters()]
-            model.zero_grad()
-            one_step(model, both, rank, 1, 1, Stop(0, backward=False))
-            assert model.last_report.ranks[1].late
-            first = gradients_of(both, 1, 0, range(2))
-            estimates = [torch.zeros_like(one) for one in last] if isinstance(estimator, Zero) else last
-            for own, theirs, estimate in zip(both.net.parameters(), first, estimates, strict=True):
-                gaps.append((own.grad.full_tensor() - (theirs + estimate) / 2).abs().max().item())
-    return gaps
-
-
-def test_late_replica_gives_estimates_of_its_shards() -> None:
-    assert max(max(gaps) for gaps in run_ranks(with_an_estimator, 4)) < EXACT
+def test_cuts_and_errors_are_exact_with_compiled_blocks() -> None:
+    for in_forward, in_backward in run_ranks(cut_twice, 4, timeout_s=180.0):
+        assert max(gap for _, gap in (*in_forward, *in_backward)) < EXACT
+        assert [weights for weights, _ in in_forward] == [{1.0}, {0.0}, {1.0}]
+        assert [weights for weights, _ in in_backward] == [{1.0}, {0.0, 1.0}, {1.0}]
 
 
 def kept_for_later(model: StagedDataParallel, both: Pair, rank: int) -> None:

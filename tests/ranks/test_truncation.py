@@ -1,15 +1,12 @@
 """Stopping a pass is exact: what was finished is the full gradient bit for bit, and the rest was never touched."""
 
-import contextlib
-
 import pytest
 import torch
 from ranks import run_ranks, staged
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from training import Chain, Stopper, Tied, features, grads, mlp
+from training import Stopper, Tied, features, grads, mlp
 
-from straggle import StepReport
 from straggle.lab.workloads.digits import Digits
 from straggle.lab.workloads.synthetic import Synthetic
 from straggle.lab.workloads.text import Text
@@ -119,26 +116,6 @@ def test_stopped_forward_pass_ends_before_the_next_stage():
     assert run_ranks(cut_in_forward, 1) == [(["0", "1"], [None] * 6, "forward", 0.0)]
 
 
-def cut_second_microbatch(rank):
-    """Stop in the forward pass of the second of two micro-batches: the first counts as a half."""
-    module = mlp()
-    module(features(0, 0)).sum().backward()
-    first = grads(module)
-    module.zero_grad()
-    with staged(module) as model:
-        with model.step(num_microbatches=2) as step:
-            model(features(0, 0)).sum().backward()
-            step.stop()
-            model(features(0, 1)).sum().backward()
-        return first, grads(module), model.last_report.ranks[0]
-
-
-def test_stopped_between_microbatches_keeps_those_that_are_whole():
-    ((first, merged, report),) = run_ranks(cut_second_microbatch, 1)
-    torch.testing.assert_close(merged, [2 * gradient for gradient in first], rtol=0, atol=0)
-    assert (report.reach, report.late) == (0.5, True)
-
-
 def run_body_to_its_end(rank):
     """A stop that no check sees: the body ended first."""
     module = mlp()
@@ -154,50 +131,3 @@ def run_body_to_its_end(rank):
 
 def test_stop_after_the_work_is_done_makes_nobody_late_now_or_later():
     assert run_ranks(run_body_to_its_end, 1) == [((), ())]
-
-
-def train_truncated(rank, num_steps):
-    """Train as plain torch does, and sometimes cut a step whose result is thrown away."""
-    module, reference = mlp(), mlp()
-    stopper = Stopper(module)
-    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (module, reference))
-    with staged(module) as model:
-        for number in range(num_steps):
-            with model.step() as step:
-                stopper.arm(step, number % 6)
-                model(features(0, number)).sum().backward()
-            ours.zero_grad()
-            for optimizer, net in ((ours, model), (theirs, reference)):
-                if net is model:
-                    with model.step() as step:
-                        stopper.arm(step, None)
-                        net(features(0, number)).square().mean().backward()
-                else:
-                    net(features(0, number)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    return [torch.equal(a, b) for a, b in zip(module.parameters(), reference.parameters(), strict=True)]
-
-
-def test_training_after_truncated_steps_equals_training_without_them():
-    assert all(run_ranks(train_truncated, 1, 18)[0])
-
-
-def swallowing(rank: int) -> StepReport | None:
-    module = Chain(3)
-    stopper = Stopper(module)
-    with staged(module) as model:
-        for cut in (None, 1):
-            module.zero_grad()
-            with model.step() as step:
-                stopper.arm(step, cut)
-                with contextlib.suppress(BaseException):
-                    model(1.0).backward()
-        assert [layer.weight.grad is None for layer in module.layers] == [True, True, False]
-        return model.last_report
-
-
-def test_loop_that_swallows_the_deadline_is_reported_late_all_the_same():
-    (report,) = run_ranks(swallowing, 1)
-    assert report.late_ranks == (0,)
-    assert report.ranks[0].reach == 4 / 9
