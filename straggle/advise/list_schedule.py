@@ -21,13 +21,13 @@ from straggle.pools.pool import (
     Drawer,
     Owner,
     Pool,
+    PoolTimes,
     Release,
     Request,
     even_parts,
     static_shares,
     sure_shares,
 )
-from straggle.pools.pool_times import PoolTimes
 from straggle.pools.pulling import AHEAD
 
 REQUEST_S = 0.0008  # that a rank waits for the store in a step, as measured with four ranks on one machine

@@ -23,8 +23,7 @@ from straggle.merge.table import Table
 from straggle.merge.wing import Wing
 from straggle.pools.drawn import Drawn, PoolWeights
 from straggle.pools.draws import Draws, StoreCounters
-from straggle.pools.pool import WINDOW, Did, Pool, even_parts, static_shares, sure_shares
-from straggle.pools.pool_times import NEVER, PoolTimes
+from straggle.pools.pool import NEVER, WINDOW, Did, Pool, PoolTimes, even_parts, static_shares, sure_shares
 from straggle.replay.wing import AsRecorded
 
 # A micro-batch beyond a rank's even part by so much is not asked for ahead: a slow rank that draws early what it can

@@ -22,8 +22,7 @@ from straggle.lab.simulate.units import Work
 from straggle.policies.deadline import Deadline, LateHandling
 from straggle.policies.simulated_ranks import GivenStep, SimulatedRanks
 from straggle.policies.step_model import SimulatedStep, StopRules
-from straggle.pools.pool import WINDOW
-from straggle.pools.pool_times import PoolTimes
+from straggle.pools.pool import WINDOW, PoolTimes
 
 _COLUMNS = 4  # times a rank's equal share: of more micro-batches than these the last ones count as one
 
