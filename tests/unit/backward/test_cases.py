@@ -852,26 +852,6 @@ def test_forward_pass_that_is_never_backpropagated_is_freed_with_its_output(insi
         gc.enable()
 
 
-def test_detached_branch_has_no_part_in_the_pass():
-    def half(model):
-        output = model(features(0, 0))
-        return (output[:4].square().sum() + output[4:].detach().square().sum()) / 8
-
-    def headless(model):
-        return model[4](model[:4](features(0, 0)).detach()).square().mean()
-
-    model = mlp()
-    full, head = plain_grads(model, half), plain_grads(model, headless)
-    staged = StagedBackward(model, stages=LAYERS)
-    assert set(staged.backward(half(model)).report.passes.values()) == {1}
-    assert same(grads(model), full)
-    model.zero_grad()
-    report = staged.backward(headless(model)).report
-    assert same(grads(model), head)
-    assert [stage.passes for stage in report.stages] == [1, 0, 0]
-    assert not report.truncated
-
-
 # -- frozen parameters
 
 

@@ -1,6 +1,5 @@
 """For twelve kinds of graphs and every cut, the staged backward pass is the plain one, bit for bit."""
 
-import shutil
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cosine_similarity, logsigmoid
+from torch.nn.functional import cosine_similarity
 from torch.utils.checkpoint import checkpoint
 
 from straggle import BackwardStep, FinishedStage, StagedBackward
@@ -448,132 +447,27 @@ def test_late_step_of_several_passes_keeps_those_and_the_layers_that_it_finished
         assert set(step.report.missing) == (behind if step.report.truncated else set())
 
 
-def test_gan_whose_halves_are_frozen_in_turn_trains_as_with_plain_backward():
-    def gan():
-        return nn.ModuleDict({"generator": layers(4, 16, 8), "discriminator": layers(8, 16, 1)})
-
-    def loss(gan, half, seed):
-        made = gan["generator"](random(6, 4, seed=seed))
-        if half == "generator":
-            return -logsigmoid(gan["discriminator"](made)).mean()
-        real = gan["discriminator"](random(6, 8, seed=seed))
-        return -(logsigmoid(real) + logsigmoid(-gan["discriminator"](made.detach()))).mean()
-
-    module, plain = build(gan), build(gan)
-    cutter = Cutter(module)
-    staged = StagedBackward(module)
-    optimizers = {
-        (net, half): torch.optim.Adam(net[half].parameters())
-        for net in (module, plain)
-        for half in ("generator", "discriminator")
-    }
-    for number in range(4 * NUM_CUTS):
-        half = ("generator", "discriminator")[number % 2]
-        for net in (module, plain):
-            for name, part in net.items():
-                part.requires_grad_(name == half)
-            net.zero_grad()
-        loss(plain, half, number).backward()
-        full = gradients(plain)
-        own = [name for name in full if name.startswith(half)]
-        for after in (number % 5, None):
-            module.zero_grad()
-            step = take_step(staged, cutter, lambda net, half=half, number=number: loss(net, half, number), after)
-            kept = own if after is None else cutter.finished
-            assert len(kept) == (4 if after is None else after)
-            assert not differing(gradients(module), {name: full[name] if name in kept else None for name in full})
-            assert sorted(step.report.missing) == sorted(set(own) - set(kept))
-        for net in (module, plain):
-            optimizers[net, half].step()
-
-
-def test_scaler_of_float16_works_on_a_cut_step_as_on_the_same_gradients_of_plain_backward():
-    def loss(model):
-        with torch.autocast("cpu", torch.float16):
-            return model(random(6, 8)).float().square().mean()
-
-    module, plain = (build(lambda: layers(8, 16, 16, 2)) for _ in range(2))
-    cutter = Cutter(module)
-    staged = StagedBackward(module)
-    nets = [
-        (net, torch.optim.SGD(net.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0**24))
-        for net in (module, plain)
-    ]
-    (_, _, our_scaler), (_, _, their_scaler) = nets
-    scales, total = [], 6
-    for number in range(2 * total * NUM_CUTS):
-        after = None if number % 2 else 1 + number // 2 % total
-        for net in (module, plain):
-            net.zero_grad()
-        step = take_step(staged, cutter, lambda net: our_scaler.scale(loss(net)), after)
-        their_scaler.scale(loss(plain)).backward()
-        for name, parameter in plain.named_parameters():
-            if name in step.report.missing:
-                parameter.grad = None
-        for _, optimizer, scaler in nets:
-            scaler.unscale_(optimizer)
-        assert not differing(gradients(module), gradients(plain))
-        for _, optimizer, scaler in nets:
-            scaler.step(optimizer)
-            scaler.update()
-        assert our_scaler.get_scale() == their_scaler.get_scale()
-        scales.append(our_scaler.get_scale())
-        ours, theirs = ({name: bits(p) for name, p in net.named_parameters()} for net in (module, plain))
-        assert not differing(ours, theirs)
-    assert len(set(scales)) > 2  # some steps overflowed
-    assert len(set(scales[-4:])) == 1  # and some did not
-
-
 # -- compiled models
 
 
 class Residual(nn.Module):
-    """A block of a forward method of its own: torch does not compile a Sequential in place."""
+    """Of a forward method of its own: torch does not compile a Sequential in place."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        self.inner = layers(8, 16, 8)
+        self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.inner(x)
 
 
-def residual():
-    return on_features(nn.Sequential(nn.Linear(8, 8), *[Residual() for _ in range(4)], nn.Linear(8, 2)))
-
-
-def gpt2_in_one_graph():
-    model, _ = gpt2(use_cache=False)
-    return model, lambda model: model(input_ids=tokens()).logits.square().mean()
-
-
-def compiled_blocks(**options):
-    """Each block is compiled in place, in the middle of layers that are not."""
-    module, loss = build(residual)
-    for block in module[1:-1]:
-        block.compile(**options)
-    return module, loss
-
-
-def compiled_in_place(**options):
-    """The entire model is compiled; backward then is one node of the graph, and all gradients come at its end."""
-    module, loss = build(gpt2_in_one_graph)
-    module.compile(**options)
-    return module, loss
-
-
-def compiled_by_the_loop(**options):
-    """The `StagedBackward` knows the plain module only; the loop calls another."""
-    module, loss = build(gpt2_in_one_graph)
-    compiled = torch.compile(module, **options)
-    return module, lambda _model: loss(compiled)
-
-
-COMPILED = {
-    "blocks in place": compiled_blocks,
-    "model in place": compiled_in_place,
-    "by the loop": compiled_by_the_loop,
-}
+def compiled(as_a_whole: bool):
+    """Compiled is the model, so that all gradients come at the end of one node, or each block in place."""
+    blocks = [Residual(layers(8, 16, 8)) for _ in range(4)]
+    module = Residual(nn.Sequential(nn.Linear(8, 8), *blocks, nn.Linear(8, 8)))
+    for part in [module] if as_a_whole else blocks:
+        part.compile(backend="aot_eager", fullgraph=True)
+    return on_features(module)
 
 
 def node_names(loss: Tensor) -> set[str]:
@@ -587,10 +481,12 @@ def node_names(loss: Tensor) -> set[str]:
     return {node.name() for node in found}
 
 
-def cut_compiled(case, backend):
+@pytest.mark.slow
+@pytest.mark.parametrize("as_a_whole", [False, True])
+def test_compiled_model_keeps_the_gradients_that_it_has_compiled_without_stages(as_a_whole):
     """As in the test of the cases, but from the first gradient on: compiled code is not left in the forward pass."""
     torch.compiler.reset()
-    (module, loss), (plain, plain_loss) = [case(backend=backend, fullgraph=True) for _ in range(2)]
+    (module, loss), (plain, plain_loss) = [build(partial(compiled, as_a_whole)) for _ in range(2)]
     plain_loss(plain).backward()
     full = gradients(plain)
     cutter = Cutter(module)
@@ -606,16 +502,3 @@ def cut_compiled(case, backend):
         assert not differing(gradients(module), {name: full[name] if name in kept else None for name in full})
         assert sorted(report.missing) == sorted(full.keys() - set(kept))
         assert report.truncated == (after is not None)
-
-
-@pytest.mark.slow  # each compiles, for about two seconds
-@pytest.mark.parametrize("case", COMPILED.values(), ids=COMPILED.keys())
-def test_compiled_model_keeps_the_gradients_that_it_has_compiled_without_stages(case):
-    cut_compiled(case, "aot_eager")
-
-
-@pytest.mark.slow
-def test_model_compiled_by_inductor_keeps_the_gradients_that_it_has_compiled_without_stages():
-    if shutil.which("g++") is None and shutil.which("clang++") is None:
-        pytest.skip("inductor needs a C++ compiler")
-    cut_compiled(compiled_blocks, "inductor")
