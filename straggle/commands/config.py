@@ -20,11 +20,21 @@ with needs_extra("train"):
     import hydra
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException, MissingConfigException
-    from omegaconf import DictConfig, ListConfig, OmegaConf
+    from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from straggle.commands.config_checks import check
-from straggle.commands.config_schema import SCHEMAS, ConfigurationError, config_dir, option, options_of, register
+from straggle.commands.config_schema import (
+    COMMANDS,
+    OF_METHOD,
+    ConfigurationError,
+    config_dir,
+    option,
+    options_of,
+    register,
+    unknown_key,
+    usual_values,
+)
 from straggle.commands.plain_args import run_command
 from straggle.commands.run_dir import check_run_dir
 
@@ -69,17 +79,13 @@ def _unknown_key(key: str, name: str, overrides: Sequence[str]) -> str:
     default = compose(name)
     groups = [group.name for group in config_dir().iterdir() if group.is_dir() and group.name in default]
     chosen = compose(name, [override for override in overrides if override.partition("=")[0] in groups])
-    valid = OmegaConf.merge(OmegaConf.structured(SCHEMAS[name]), chosen)
     parent, last = key, key.rpartition(".")[2]
     while parent := parent.rpartition(".")[0]:
-        if isinstance(part := OmegaConf.select(valid, parent), DictConfig):
+        if isinstance(part := OmegaConf.select(chosen, parent), DictConfig):
             others = [f"; {parent}={name} has {last}" for name in options_of(parent) if last in option(parent, name)]
-            return f"unknown key {key}; {parent} has {', '.join(_keys_of(part)) or 'no keys'}{''.join(others)}"
-    return f"unknown key {key}; valid keys: {', '.join(_keys_of(valid))}"
-
-
-def _keys_of(part: DictConfig | ListConfig) -> list[str]:
-    return [str(name) for name in part if name != "_target_"]
+            keys = OF_METHOD if parent.startswith("methods.") else [str(own) for own in part if own != "_target_"]
+            return f"unknown key {key}; {parent} has {', '.join(keys) or 'no keys'}{''.join(others)}"
+    return str(unknown_key(key, usual_values(name)))
 
 
 def run_configured(name: str, work: Callable[[DictConfig], None], usage: str) -> None:
@@ -157,8 +163,8 @@ def _may_come_back(config: DictConfig) -> bool:
 
 
 def _check_command(words: Sequence[str]) -> int:
-    if words[0] not in SCHEMAS:
-        raise ValueError(f"no command {words[0]} with a configuration: choose one of {', '.join(sorted(SCHEMAS))}")
+    if words[0] not in COMMANDS:
+        raise ValueError(f"no command {words[0]} with a configuration: choose one of {', '.join(sorted(COMMANDS))}")
     complain_and_exit(words[0], words[1:])
     return 0
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from straggle.backward.stages import plan_stages
 from straggle.commands.config_parts import of_method
-from straggle.commands.config_schema import SCHEMAS, ConfigurationError, check_at_least, check_work
+from straggle.commands.config_schema import ConfigurationError, check_at_least, check_values, check_work
 from straggle.data.rebalance import Rebalance, check_shares
 from straggle.lab.build import build_estimator, build_faults, build_members, build_optimizer, stages_of
 from straggle.lab.sharding import Sharded
@@ -31,7 +31,7 @@ def check(name: str, config: DictConfig) -> None:
 
     It raises `ConfigurationError`, or OmegaConf's errors.
     """
-    OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SCHEMAS[name]), config))
+    check_values(name, config)
     if config.get("run_dir") == "":
         raise ConfigurationError("run_dir=: give a folder, such as runs/mine")
     with _naming_the_part(config):

@@ -1,22 +1,26 @@
-"""Which keys the commands' configurations have, of which types, and which of their values go together.
+"""Which keys the commands' configurations have, and which of their values go together.
 
-A field of type ``Any`` is a part whose class, named by ``_target_``, checks what it is given when it is built.
+The keys and their kinds are those of ``conf/``. A part whose class is named by ``_target_`` checks what it is given
+when it is built.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from straggle.extras import needs_extra
 
 with needs_extra("train"):
     from hydra.core.config_store import ConfigStore
-    from omegaconf import MISSING, DictConfig, OmegaConf
+    from omegaconf import DictConfig, OmegaConf
 
 from straggle.commands import durable
+
+COMMANDS = ("train", "compare", "simulate")
+OF_METHOD = ("job", "deadline", "estimator", "late_handling", "merge", "optimizer", "stages", "rebalance", "work")
 
 # the option `none` of groups, which needs no file
 _NONE: dict[str, dict[str, Any]] = {
@@ -30,10 +34,20 @@ _NONE: dict[str, dict[str, Any]] = {
     "rebalance": {},
 }
 _WORK = ("dealt", "pulled")
+_LEAST = {"steps": 1, "seed": 0, "batch_size": 1, "num_microbatches": 1, "checkpoint_every": 0}
+_LEAST |= {"collect_garbage_every": 0, "block": 1, "ranks": 1, "history_ranks": 1}
+_KINDS = {bool: "true or false", int: "an integer", str: "text", list: "a list"}
+_OR_NULL = {"replay": str, "links": bool, "scenarios": list}
+_ONLY_TRAIN = ("resume", "replay", "report", "checkpoint_every", "metrics")
 
 
 class ConfigurationError(ValueError):
     """A key or value that the configuration does not have; the message lists the valid ones."""
+
+
+def unknown_key(key: str, valid: Iterable[str]) -> ConfigurationError:
+    """The error for a key that a command has not."""
+    return ConfigurationError(f"unknown key {key}; valid keys: {', '.join(valid)}")
 
 
 def check_at_least(least: dict[str, int], values: dict[str, Any]) -> None:
@@ -54,162 +68,96 @@ def check_work(work: str, num_microbatches: int) -> None:
         )
 
 
+def check_values(name: str, config: DictConfig) -> None:
+    """Raise `ConfigurationError` for keys that the command has not, values of other kinds, and what excludes another.
+
+    It raises OmegaConf's errors for values that refer to others that are not there.
+    """
+    values: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    _check_keys(values, usual := usual_values(name))
+    for key, value in values.items():
+        kind = _OR_NULL.get(key, type(usual[key]))
+        if kind in _KINDS and type(value) is not kind and key != "resume" and not (value is None and key in _OR_NULL):
+            raise ConfigurationError(f"{key}={value}: must be {_KINDS[kind]}")
+    check_at_least({key: least for key, least in _LEAST.items() if key in values}, values)
+    if name == "compare":
+        _check_compare(values)
+    if name != "simulate":
+        _check_run(values)
+
+
+def _check_keys(values: dict[str, Any], usual: dict[str, Any]) -> None:
+    if unknown := [key for key in values if key not in usual]:
+        raise unknown_key(unknown[0], usual)
+    if missing := [key for key in usual if key not in values]:
+        raise ConfigurationError(f"{missing[0]} has no value: leave out what takes it away, such as ~{missing[0]}")
+
+
+def _check_run(own: dict[str, Any]) -> None:
+    """Of ``train``, and of each method of ``compare``."""
+    check_work(own["work"], own["num_microbatches"])
+    if own["resume"] not in (None, True, False, "auto"):
+        raise ConfigurationError(f"resume={own['resume']}: choose one of true, false, auto")
+    if own["replay"] is not None:
+        _check_replay(own, Path(own["replay"]))
+    if own["resume"] is True and not durable.exists(Path(own["run_dir"]) / "checkpoint"):
+        raise ConfigurationError(f"resume=true: there is no checkpoint in run_dir={own['run_dir']}")
+    if own["parallel"]:
+        _check_sharded(own)
+
+
+def _check_sharded(own: dict[str, Any]) -> None:
+    """What is there for ranks that each have a copy of the model is refused."""
+    if own["rebalance"]:
+        raise _excluded("rebalance=by_speed", "samples are dealt out to ranks, and a replica is several")
+    if own["work"] == "pulled":
+        raise _excluded("work=pulled", "micro-batches are drawn by ranks, and a replica is several")
+    if _is_of("Paced", own["workload"]):
+        raise _excluded("workload=paced", "its sleeps are hooks on whole parameters")
+
+
+def _excluded(key: str, why: str) -> ConfigurationError:
+    return ConfigurationError(f"{key} and parallel=sharded exclude each other: {why}; leave {key} out")
+
+
 def _is_of(name: str, part: Any) -> bool:
     """Whether a part of the configuration builds this class."""
     return part is not None and str(part.get("_target_")).rpartition(".")[2] == name
 
 
-@dataclass
-class _Checked:
-    """A configuration whose integers have a least value."""
+def _check_replay(own: dict[str, Any], source: Path) -> None:
+    if own["members"]:
+        raise ConfigurationError(
+            "members=elastic and replay=... exclude each other: a replay is of steps in which no rank left, and "
+            "its own processes stay; leave members out"
+        )
+    if not (source / "decisions").is_dir():
+        raise ConfigurationError(f"replay={source}: no recorded run there; give the run_dir of an earlier one")
+    if own["resume"]:
+        raise ConfigurationError("resume=true and replay=... exclude each other: a replay begins at step 0")
 
-    AT_LEAST: ClassVar[dict[str, int]] = {}
 
-    def __post_init__(self) -> None:
-        check_at_least(self.AT_LEAST, vars(self))
-
-
-@dataclass
-class Train(_Checked):
-    """Of ``train``."""
-
-    AT_LEAST: ClassVar[dict[str, int]] = {
-        "steps": 1,
-        "seed": 0,
-        "batch_size": 1,
-        "num_microbatches": 1,
-        "checkpoint_every": 0,
-        "collect_garbage_every": 0,
-    }
-
-    steps: int = MISSING
-    seed: int = MISSING
-    batch_size: int = MISSING
-    num_microbatches: int = MISSING
-    work: str = MISSING
-    run_dir: str = MISSING
-    resume: Any = MISSING
-    replay: str | None = MISSING
-    report: bool = MISSING
-    checkpoint_every: int = MISSING
-    collect_garbage_every: int = MISSING
-    links: bool | None = MISSING
-    stages: Any = MISSING
-    workload: Any = MISSING
-    deadline: Any = MISSING
-    estimator: Any = MISSING
-    faults: Any = MISSING
-    optimizer: Any = MISSING
-    metrics: Any = MISSING
-    rebalance: Any = MISSING
-    members: Any = MISSING
-    parallel: Any = MISSING
-    merge: Any = MISSING
-    late_handling: Any = MISSING
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_work(self.work, self.num_microbatches)
-        if self.resume not in (None, True, False, "auto"):
-            raise ConfigurationError(f"resume={self.resume}: choose one of true, false, auto")
-        if self.replay is not None:
-            self._check_replay(Path(self.replay))
-        if self.resume is True and not durable.exists(Path(self.run_dir) / "checkpoint"):
-            raise ConfigurationError(f"resume=true: there is no checkpoint in run_dir={self.run_dir}")
-        if self.parallel:
-            self._check_sharded()
-
-    def _check_sharded(self) -> None:
-        """What is there for ranks that each have a copy of the model is refused."""
-        given = {
-            "rebalance=by_speed": (self.rebalance, "samples are dealt out to ranks, and a replica is several"),
-            "work=pulled": (self.work == "pulled", "micro-batches are drawn by ranks, and a replica is several"),
-            "workload=paced": (_is_of("Paced", self.workload), "its sleeps are hooks on whole parameters"),
-        }
-        for key, (is_given, why) in given.items():
-            self._refuse_sharded(key, why, is_given=bool(is_given))
-
-    @staticmethod
-    def _refuse_sharded(key: str, why: str, *, is_given: bool) -> None:
-        if is_given:
-            raise ConfigurationError(f"{key} and parallel=sharded exclude each other: {why}; leave {key} out")
-
-    def _check_replay(self, source: Path) -> None:
-        if self.members:
+def _check_compare(own: dict[str, Any]) -> None:
+    if wrong := [key for key in _ONLY_TRAIN if own[key]]:
+        raise ConfigurationError(f"{wrong[0]}: only train does that, compare does not")
+    if own["members"] and own["parallel"]:
+        raise _excluded("members=elastic", "FSDP2's own replicas do not come back")
+    for name, method in own["methods"].items():
+        if not isinstance(method, dict):
+            raise ConfigurationError(f"methods.{name}={method}: must be parts, such as {{deadline: {{q: 0.5}}}}")
+        if unknown := [key for key in method if key not in OF_METHOD]:
             raise ConfigurationError(
-                "members=elastic and replay=... exclude each other: a replay is of steps in which no rank left, and "
-                "its own processes stay; leave members out"
+                f"unknown key methods.{name}.{unknown[0]}; methods.{name} has {', '.join(OF_METHOD)}"
             )
-        if not (source / "decisions").is_dir():
-            raise ConfigurationError(f"replay={source}: no recorded run there; give the run_dir of an earlier one")
-        if self.resume:
-            raise ConfigurationError("resume=true and replay=... exclude each other: a replay begins at step 0")
-
-
-@dataclass
-class Method:
-    """Of a method of ``compare``: what replaces the run's own parts."""
-
-    job: Any = None
-    deadline: Any = None
-    estimator: Any = None
-    late_handling: Any = None
-    merge: Any = None
-    optimizer: Any = None
-    stages: Any = None
-    rebalance: Any = None
-    work: str | None = None
-
-
-@dataclass
-class Compare(Train):
-    """Of ``compare``."""
-
-    AT_LEAST: ClassVar[dict[str, int]] = Train.AT_LEAST | {"block": 1}
-    ONLY_TRAIN: ClassVar[tuple[str, ...]] = ("resume", "replay", "report", "checkpoint_every", "metrics")
-
-    block: int = MISSING
-    methods: dict[str, Method] = field(default_factory=dict)
-    scenarios: list[str] | None = MISSING
-
-    def __post_init__(self) -> None:
-        if wrong := [key for key in self.ONLY_TRAIN if getattr(self, key)]:
-            raise ConfigurationError(f"{wrong[0]}: only train does that, compare does not")
-        super().__post_init__()
-        both = bool(self.members) and bool(self.parallel)
-        self._refuse_sharded("members=elastic", "FSDP2's own replicas do not come back", is_given=both)
-        for name, own in self.methods.items():
-            is_given = bool(self.parallel) and _is_of("LocalSgdJob", own.job)
-            self._refuse_sharded(name, "its ranks train alone, each with a copy", is_given=is_given)
-            is_given = bool(self.parallel) and _is_of("WithoutJob", own.job)
-            self._refuse_sharded(name, "it leaves out ranks, each with a copy", is_given=is_given)
-        if "ddp" not in self.methods:
-            raise ConfigurationError(f"methods={list(self.methods)}: ddp must be among them, for comparison")
-        for name in self.scenarios or ():
-            if name not in options_of("faults"):
-                raise ConfigurationError(f"scenarios={self.scenarios}: choose of {', '.join(options_of('faults'))}")
-
-
-@dataclass
-class Simulate(_Checked):
-    """Of ``simulate``."""
-
-    AT_LEAST: ClassVar[dict[str, int]] = {"ranks": 1, "steps": 1, "seed": 0, "history_ranks": 1}
-
-    ranks: int = MISSING
-    steps: int = MISSING
-    seed: int = MISSING
-    history_ranks: int = MISSING
-    pulled: bool = MISSING
-    run_dir: str = MISSING
-    deadline: Any = MISSING
-    delays: Any = MISSING
-    network: Any = MISSING
-    work: Any = MISSING
-    late_handling: Any = MISSING
-
-
-SCHEMAS = {"train": Train, "compare": Compare, "simulate": Simulate}
+        if own["parallel"] and _is_of("LocalSgdJob", method.get("job")):
+            raise _excluded(name, "its ranks train alone, each with a copy")
+        if own["parallel"] and _is_of("WithoutJob", method.get("job")):
+            raise _excluded(name, "it leaves out ranks, each with a copy")
+    if "ddp" not in own["methods"]:
+        raise ConfigurationError(f"methods={list(own['methods'])}: ddp must be among them, for comparison")
+    for name in own["scenarios"] or ():
+        if name not in options_of("faults"):
+            raise ConfigurationError(f"scenarios={own['scenarios']}: choose of {', '.join(options_of('faults'))}")
 
 
 # -- what conf/ has
@@ -219,6 +167,18 @@ def config_dir() -> Path:
     """``conf/`` of the checkout, or the copy that an installed wheel carries."""
     package = Path(__file__).parents[1]
     return next(path for path in (package / "conf", package.parent / "conf") if path.is_dir())
+
+
+def usual_values(name: str) -> dict[str, Any]:
+    """The keys of a command's configuration, each with the value that ``conf/`` gives it; a group's is ``None``."""
+    own: Any = OmegaConf.load(config_dir() / f"{name}.yaml")
+    values, groups = {str(key): own[key] for key in own if key not in ("defaults", "hydra")}, dict[str, Any]()
+    for entry in own.defaults:
+        if entry in COMMANDS:
+            values = usual_values(entry) | values
+        elif entry != "_self_":
+            groups |= dict.fromkeys(str(group).removeprefix("override ") for group in entry)
+    return values | {group: None for group in groups if "/" not in group}
 
 
 def options_of(group: str) -> list[str]:
@@ -255,8 +215,8 @@ def _more_than_half(*, _root_: DictConfig) -> int:
     return _num_ranks(_root_) // 2 + 1
 
 
-def _steps_of(run_dir: str | None, otherwise: int) -> object:
-    recorded = None if run_dir is None else Path(run_dir, "config.yaml")
+def _steps_of(run_dir: object, otherwise: int) -> object:
+    recorded = None if run_dir is None else Path(str(run_dir), "config.yaml")
     if recorded is None or not recorded.exists():
         return otherwise
     return OmegaConf.select(OmegaConf.load(recorded), "steps", default=otherwise)

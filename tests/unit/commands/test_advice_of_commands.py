@@ -107,6 +107,12 @@ COMMANDS = {
         lambda _: checked("simulate"),
     ),
     "{}={}: must be an integer of at least {}": (train("steps=0"), train("steps=1")),
+    "{}={}: must be {}": (train("report=3"), train("report=false")),
+    "{} has no value: leave out what takes it away, such as ~{}": (train("~report"), train()),
+    "methods.{}={}: must be parts, such as {deadline: {q: 0.5}}": (
+        compare("+methods.other=3"),
+        compare("deadline=quantile", "+methods.other={deadline: {q: 0.5}}"),
+    ),
     "{}={}: choose one of {}": (train("deadline=soon"), train("deadline=fixed")),
     "${all_ranks_but:{}}: must be an integer of at least 0": (
         train("deadline=first_k", "deadline.k=${{all_ranks_but:-1}}"),
