@@ -38,7 +38,6 @@ from straggle.merge.replica import Replica
 from straggle.merge.saved_state import ResumeState, SharedMemory
 from straggle.merge.state.module_state import ModuleState
 from straggle.merge.wing import Wings
-from straggle.policies.rank_links import RankLink
 from straggle.pools.pulling import Pulling
 from straggle.replay.wing import Replay
 from straggle.report import MembersReport
@@ -148,12 +147,8 @@ def _pings(rank: RankParts, members: Members | None, *, merged_bytes: int) -> Jo
         merged_bytes=merged_bytes,
         begins=members is not None and members.comes_late,
         out=frozenset if members is None else members.put_out_ranks,
-        on_long=_nothing if members is None else members.member.judge_long_merge,
+        on_long=None if members is None else members.member.judge_long_merge,
     )
-
-
-def _nothing(_links: Sequence[RankLink]) -> None:
-    """No rank can be put out."""
 
 
 def _drop_log(module: nn.Module, rank: RankParts, options: Options, *, may_be_lowest: bool) -> DropLog | None:

@@ -28,7 +28,7 @@ class JobPings(Wing):
         merged_bytes: int,
         begins: bool,
         out: Callable[[], Collection[int]],
-        on_long: Callable[[Sequence[RankLink]], None],
+        on_long: Callable[[Sequence[RankLink]], None] | None,
     ) -> None:
         channel, training = rank.channel, rank.training
         self._rank, self._begins, self._out = rank, begins, out
