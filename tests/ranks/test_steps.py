@@ -384,7 +384,7 @@ def check(world: World, numbers: range) -> None:
 
 # of sharded replicas, some seconds each; a case is not the same in all worlds
 FEW = {"cpu": range(8), "queued": range(8, 16), "members": range(16, 24)}
-MANY = {"cpu": range(24, 84), "queued": range(24, 54), "members": range(54, 84), "sharded": range(84, 100)}
+MANY = {"cpu": range(24, 64), "queued": range(24, 44), "members": range(44, 64), "sharded": range(84, 94)}
 
 
 @pytest.mark.parametrize("world", FEW)
