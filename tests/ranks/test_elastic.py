@@ -23,8 +23,7 @@ from job_loop import (
     plain,
     train,
     wider,
-    with_batch_norm,
-    with_other_state,
+    with_state,
 )
 from members import run_job
 from queued_device import queued_device
@@ -74,7 +73,8 @@ def wait_logged(job, text):
 
 @pytest.mark.slow
 def test_killed_ranks_come_back_with_the_state_of_the_others():
-    with run_job(3, train, Loop(plain)) as job:
+    """Of model and optimizer, what a model holds beside, and the memory of an estimator that all ranks share."""
+    with run_job(3, train, Loop(with_state, estimator=MovingAverage(0.999))) as job:
         job.walk(6)
         for rank in (2, 0):
             peers = [other for other in range(3) if other != rank]
@@ -85,6 +85,7 @@ def test_killed_ranks_come_back_with_the_state_of_the_others():
         outcomes = job.finish()
         copied = [line for line in job.log().splitlines() if "copied its state" in line]
     check_equal(outcomes)
+    assert outcomes[0].state["estimator"] != digest([])
     assert len(copied) == 2
     assert all("into memory that was there" in line for line in copied)  # the peers wait for the copy alone
     assert gives_again(outcomes[1], 0, 2)
@@ -101,33 +102,6 @@ def test_killed_ranks_come_back_with_the_state_of_the_others():
     assert one.last_change.world_size == 3
     generations = [change.generation for change in one.changes]
     assert generations == sorted(set(generations))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("network", [with_batch_norm, with_other_state])
-def test_what_a_model_holds_beside_its_gradients_comes_back_too(network):
-    with run_job(3, train, Loop(network)) as job:
-        job.walk(6)
-        job.kill(2)
-        job.walk(12, [0, 1])
-        job.start(2)
-        job.walk(12)
-        outcomes = job.finish()
-    check_equal(outcomes)
-
-
-@pytest.mark.slow
-def test_memory_of_an_estimator_that_all_ranks_share_comes_back_too():
-    # with another one a rank would put another gradient where no rank has any
-    with run_job(3, train, Loop(plain, estimator=MovingAverage(0.999))) as job:
-        job.walk(6)
-        job.kill(2)
-        job.walk(12, [0, 1])
-        job.start(2)
-        job.walk(12)
-        outcomes = job.finish()
-    check_equal(outcomes)
-    assert outcomes[0].state["estimator"] != digest([])
 
 
 @pytest.mark.slow

@@ -82,11 +82,6 @@ def wider() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 17), nn.ReLU(), nn.Linear(17, 16), nn.Linear(16, 2))
 
 
-def with_batch_norm() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
-
-
 class Remembers(nn.Module):
     """Holds what is no gradient, and other on each rank before the merge: a flag, a small sum, a momentum encoder."""
 
@@ -110,9 +105,10 @@ class Remembers(nn.Module):
         return y - self.frozen(x)
 
 
-def with_other_state() -> nn.Module:
+def with_state() -> nn.Module:
+    """A model that holds all kinds of what is no gradient."""
     torch.manual_seed(0)
-    return Remembers()
+    return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4), Remembers())
 
 
 def train(rank: int, board: Board, loop: Loop) -> Outcome:
