@@ -136,63 +136,52 @@ def differ(rank, **options):
         pass
 
 
+def module(says, refused, *followed):
+    """Wrapping the module that the first makes is refused, and those that the others make train."""
+    return case(says, wrapping(refused), *map(trains, followed))
+
+
 ENTIRE = "{} a {}: wrap the entire plain module, once (its .module{})"
 MODULES = {
-    "none is trainable": case(
+    "none is trainable": module(
         "{} has no parameter with requires_grad=True: there is nothing to train or merge",
-        wrapping(frozen),
-        trains(lambda: frozen().requires_grad_(True)),
+        frozen,
+        lambda: frozen().requires_grad_(True),
     ),
-    "lazy": case(
-        "run one forward pass of the lazy module first",
-        wrapping(lambda: lazy(initialized=False)),
-        trains(lambda: lazy(initialized=True)),
-    ),
+    "lazy": module("run one forward pass of the lazy module first", lambda: lazy(False), lambda: lazy(True)),
     "synchronized": case(
         "use BatchNorm or GroupNorm",
         wrapping(lambda: normed(nn.SyncBatchNorm(4))),
         trains(lambda: normed(nn.GroupNorm(2, 4))),
         trains(lambda: normed(nn.BatchNorm1d(4)), within=0.5),  # each rank's own statistics
     ),
-    "sparse": case(
-        "set sparse=False",
-        wrapping(lambda: nn.EmbeddingBag(8, 4, sparse=True)),
-        trains(lambda: Words(sparse=False)),
-    ),
+    "sparse": module("set sparse=False", lambda: nn.EmbeddingBag(8, 4, sparse=True), lambda: Words(sparse=False)),
     "narrow": case(
         "in which gradients cannot be summed: train it in bfloat16 or wider, or set requires_grad=False",
         wrapping(lambda: narrow(torch.float8_e4m3fn)),
         trains(lambda: narrow(torch.bfloat16), within=0.02),
         trains(lambda: narrow(torch.float8_e4m3fn, trainable=False)),
     ),
-    "sparse buffer": case(
+    "sparse buffer": module(
         "keep it as dense tensors (`dequantize()`, `to_dense()`)",
-        wrapping(lambda: Has(torch.eye(2).to_sparse())),
-        trains(lambda: Has(torch.eye(2).to_sparse().to_dense())),
+        lambda: Has(torch.eye(2).to_sparse()),
+        lambda: Has(torch.eye(2).to_sparse().to_dense()),
     ),
-    "overlapping buffer": case(
+    "overlapping buffer": module(
         "elements of this tensor share their memory and would have to differ: use .contiguous()",
-        wrapping(lambda: Has(windows())),
-        trains(lambda: Has(windows().contiguous())),
+        lambda: Has(windows()),
+        lambda: Has(windows().contiguous()),
     ),
     "sparse by the function": case(
         "use dense gradients",
         stepping(plain, lambda: Words(sparse=True, by_function=True)),
         trains(lambda: Words(sparse=False, by_function=True)),
     ),
-    "a wrapped one": case(
-        "{} a {}: wrap the entire plain module, once (its .module{})",
-        wrap_a_wrapped_one,
-        wrap_the_module_in_it,
-    ),
-    "a DDP": case(
-        ENTIRE,
-        wrapping(lambda: DistributedDataParallel(mlp())),
-        trains(lambda: DistributedDataParallel(mlp()).module),
-    ),
+    "a wrapped one": case(ENTIRE, wrap_a_wrapped_one, wrap_the_module_in_it),
+    "a DDP": module(ENTIRE, lambda: DistributedDataParallel(mlp()), lambda: DistributedDataParallel(mlp()).module),
     "the same module": case("use that, or close() it first", wrap_the_same_module, use_that, close_it_first),
-    "no data parallelism of torch's": case(
-        ENTIRE, wrapping(lambda: nn.DataParallel(mlp())), trains(lambda: nn.DataParallel(mlp()).module)
+    "no data parallelism of torch's": module(
+        ENTIRE, lambda: nn.DataParallel(mlp()), lambda: nn.DataParallel(mlp()).module
     ),
     "shared under reentrant checkpoints": case(
         "use checkpoint(..., use_reentrant=False)",

@@ -105,9 +105,6 @@ def with_file(path, name, content):
     return path / name
 
 
-NODES = ("--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "node0:29500")
-
-
 def launch(*words):
     """The launcher's command line; its complaint as an error."""
     complaint = io.StringIO()
@@ -388,18 +385,6 @@ VALUES = {
         lambda _: metrics_endpoint.Security(certfile="a", keyfile="b"),
         lambda _: metrics_endpoint.Security(),
     ),
-    "{}: must be seconds, at least 0": (
-        lambda _: launch("--grace-s", "-1"),
-        lambda _: launch("--grace-s", "0"),
-    ),
-    "{}: must be an integer of at least 1": (
-        lambda _: launch("--nproc-per-node", "0"),
-        lambda _: launch("--nproc-per-node", "1"),
-    ),
-    "{}: must be an integer of at least 0": (
-        lambda _: launch("--max-restarts", "-1"),
-        lambda _: launch("--max-restarts", "0"),
-    ),
     "{}: must be names of modules, with commas between them": (
         lambda _: launch("--preload", "torch numpy"),
         lambda _: launch("--preload", "torch,numpy"),
@@ -407,27 +392,6 @@ VALUES = {
     "{} is no HOST:PORT, such as node0:29500": (
         lambda _: store_host.StoreAddress.of("node0"),
         lambda _: store_host.StoreAddress.of("node0:29500"),
-    ),
-    "{}: a job has a fixed number of nodes, whose ranks may leave and come back: give the larger number": (
-        lambda _: launch("--nnodes", "1:2"),
-        lambda _: launch(*NODES),
-    ),
-    "--standalone is for one node: leave it out, or --nnodes": (
-        lambda _: launch("--standalone", *NODES),
-        lambda _: launch(*NODES),
-        lambda _: launch("--standalone"),
-    ),
-    "several nodes need --node-rank, 0 on the first, and the same --rdzv-endpoint HOST:PORT on all": (
-        lambda _: launch("--nnodes", "2"),
-        lambda _: launch(*NODES),
-    ),
-    "--node-rank {}: with --nnodes {} it is 0 to {}": (
-        lambda _: launch(*NODES, "--node-rank", "2"),
-        lambda _: launch(*NODES, "--node-rank", "1"),
-    ),
-    "--external-store needs --rdzv-endpoint HOST:PORT, which says where it is": (
-        lambda _: launch("--external-store"),
-        lambda _: launch("--external-store", "--rdzv-endpoint", "node0:29500"),
     ),
     "there is nothing to draw; give work.num_microbatches=8": (
         lambda _: pulled.simulate_pulled(2, 2, units.Work(1.0), NO_DELAY, straggle.FixedDeadline(1)),
@@ -492,6 +456,32 @@ VALUES = {
         lambda path: run.read_run(path),
         lambda path: run.read_run(write_trace(path, 1.0)),
     ),
+}
+
+
+# command lines of the launcher: one that is refused, and ones that the text allows
+NODES = "--nnodes 2 --node-rank 0 --rdzv-endpoint node0:29500"
+VALUES |= {
+    says: tuple(lambda _, words=words: launch(*words.split()) for words in lines)
+    for says, lines in {
+        "{}: must be seconds, at least 0": ("--grace-s -1", "--grace-s 0"),
+        "{}: must be an integer of at least 1": ("--nproc-per-node 0", "--nproc-per-node 1"),
+        "{}: must be an integer of at least 0": ("--max-restarts -1", "--max-restarts 0"),
+        "{}: a job has a fixed number of nodes, whose ranks may leave and come back: give the larger number": (
+            "--nnodes 1:2",
+            NODES,
+        ),
+        "--standalone is for one node: leave it out, or --nnodes": (f"--standalone {NODES}", NODES, "--standalone"),
+        "several nodes need --node-rank, 0 on the first, and the same --rdzv-endpoint HOST:PORT on all": (
+            "--nnodes 2",
+            NODES,
+        ),
+        "--node-rank {}: with --nnodes {} it is 0 to {}": (f"{NODES} --node-rank 2", f"{NODES} --node-rank 1"),
+        "--external-store needs --rdzv-endpoint HOST:PORT, which says where it is": (
+            "--external-store",
+            "--external-store --rdzv-endpoint node0:29500",
+        ),
+    }.items()
 }
 
 
