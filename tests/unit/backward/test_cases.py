@@ -125,6 +125,20 @@ class Packed:
         self.tensor = tensor
 
 
+def in_a_step(staged, loss, stops=False):
+    with staged.step() as step:
+        loss.backward()
+        assert not stops, "the block goes on after a stop"
+    return step
+
+
+def by_itself(staged, loss, stops=False):
+    return staged.backward(loss)
+
+
+IN_BOTH_WAYS = pytest.mark.parametrize("backward", [by_itself, in_a_step])
+
+
 # -- step through backward
 
 
@@ -199,19 +213,14 @@ def test_seconds_of_all_passes_of_a_step_are_added():
     assert [(stage.seconds, stage.passes) for stage in step.report.stages] == [(6.0, 3), (3.0, 3)]
 
 
-@pytest.mark.parametrize(("begin", "seconds"), [("staged.backward", [12.0, 1.0]), ("loss.backward", [4.0, 1.0])])
-def test_time_of_the_loss_counts_only_where_the_pass_itself_is_seen_to_begin(begin, seconds):
+@pytest.mark.parametrize(("backward", "seconds"), [(by_itself, [12.0, 1.0]), (in_a_step, [4.0, 1.0])])
+def test_time_of_the_loss_counts_only_where_the_pass_itself_is_seen_to_begin(backward, seconds):
     model, clock = paced([1.0, 4.0])
     model = nn.Sequential(model, nn.Tanh())  # the output's gradient arrives before the last layer's time begins
     staged = StagedBackward(model, clock=clock)
-    with staged.step() as step:
-        loss = loss_of(model)
-        loss.register_hook(lambda _: clock.advance(8.0))
-        if begin == "staged.backward":
-            staged.backward(loss)
-        else:
-            loss.backward()
-    assert [stage.seconds for stage in step.report.stages] == seconds
+    loss = loss_of(model)
+    loss.register_hook(lambda _: clock.advance(8.0))
+    assert [stage.seconds for stage in backward(staged, loss).report.stages] == seconds
 
 
 def test_work_below_the_last_parameter_belongs_to_the_last_stage():
@@ -232,18 +241,13 @@ def test_real_seconds_of_every_stage_are_positive_and_the_table_shows_them():
 # -- stop, and give the rest another gradient
 
 
-@pytest.mark.parametrize("begin", ["staged.backward", "loss.backward in a step"])
+@IN_BOTH_WAYS
 @pytest.mark.parametrize("last", LAYERS[1:])
-def test_stop_in_the_callback_keeps_the_finished_stages_exactly_and_leaves_the_others(begin, last):
+def test_stop_in_the_callback_keeps_the_finished_stages_exactly_and_leaves_the_others(backward, last):
     model = mlp()
     full, kept = plain_grads(model), LAYERS[LAYERS.index(last) :]
     staged = StagedBackward(model, stages=LAYERS, on_stage=stop_after(last))
-    if begin == "staged.backward":
-        step = staged.backward(loss_of(model))
-    else:
-        with staged.step() as step:
-            loss_of(model).backward()
-            pytest.fail("the block goes on after a stop")
+    step = backward(staged, loss_of(model), stops=True)
     assert same(grads(model), only(model, full, kept))
     assert step.report.truncated
     assert {name[0] for name in step.report.missing} == set(LAYERS) - set(kept)
@@ -326,9 +330,9 @@ def test_stop_between_two_steps_stops_nothing():
     assert not staged.backward(loss_of(model)).report.truncated
 
 
-@pytest.mark.parametrize("begin", ["staged.backward", "loss.backward in a step"])
-@pytest.mark.parametrize("last", ["0", "2", "4"])
-def test_activations_of_the_stages_that_never_ran_are_freed_at_once(begin, last):
+@IN_BOTH_WAYS
+@pytest.mark.parametrize("last", LAYERS)
+def test_activations_of_the_stages_that_never_ran_are_freed_at_once(backward, last):
     model = mlp()
     staged = StagedBackward(model, stages=LAYERS, on_stage=stop_after(last))
     with SavedTensors() as saved:
@@ -337,11 +341,7 @@ def test_activations_of_the_stages_that_never_ran_are_freed_at_once(begin, last)
     assert len(saved) == 8
     gc.disable()  # nothing is to wait for the collector
     try:
-        if begin == "staged.backward":
-            staged.backward(loss)
-        else:
-            with staged.step():
-                loss.backward()
+        backward(staged, loss)
         assert len(saved) == 0
     finally:
         gc.enable()
@@ -954,12 +954,7 @@ def test_executed_autograd_nodes_are_those_of_plain_backward(kind, on_stage):
     plain = count_nodes(loss_of(model), lambda loss: loss.backward())
     staged = StagedBackward(model, on_stage=on_stage)
     assert count_nodes(loss_of(model), staged.backward) == plain
-
-    def in_a_step(loss):
-        with staged.step():
-            loss.backward()
-
-    assert count_nodes(loss_of(model), in_a_step) == plain
+    assert count_nodes(loss_of(model), lambda loss: in_a_step(staged, loss)) == plain
 
 
 # -- limits
@@ -1019,19 +1014,13 @@ def test_passes_that_a_hook_begins_are_parts_of_one_pass_which_is_not_stopped_be
     model, stages = seeded(lambda: Tied()), []
     expected = plain_grads(model, chunk_by_chunk)
     staged = StagedBackward(model, on_stage=lambda stage: (stages.append(stage.name), stage.stop()))
-    for begin in (lambda: staged.backward(chunk_by_chunk(model)), lambda: in_a_step(staged, chunk_by_chunk(model))):
+    for backward in (by_itself, in_a_step):
         model.zero_grad()
         stages.clear()
-        report = begin().report
+        report = backward(staged, chunk_by_chunk(model)).report
         assert same(grads(model), expected)
         assert set(report.passes.values()) == {1}
         assert len(stages) == len(staged.stages)  # each once, when its gradients are whole
-
-
-def in_a_step(staged, loss):
-    with staged.step() as step:
-        loss.backward()
-    return step
 
 
 def test_undefined_gradient_that_is_the_first_sign_of_a_pass_is_not_counted():
