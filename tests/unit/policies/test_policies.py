@@ -29,7 +29,7 @@ from straggle.policies.history import HistoryWindow, ProgressRow, StepProgress
 from straggle.policies.price import kept, vary_together
 from straggle.policies.recorded_steps import StepTimes, outcomes
 from straggle.policies.step_model import StopRules, computed_share, simulate_step
-from straggle.policies.untruncated import untruncated_entries, untruncated_times
+from straggle.policies.untruncated import UntruncatedTime, untruncated_entries, untruncated_step, untruncated_times
 from straggle.policies.wrappers import dropped_per_stage
 
 NAN, INF = math.nan, math.inf
@@ -191,6 +191,13 @@ def test_time_of_a_whole_micro_batch_says_nothing_of_its_stages():
 def test_rank_that_never_entered_has_no_time():
     seen = torch.tensor([[[1.0, 2.0], [NAN, NAN]]])
     assert untruncated_times(history(seen).progress, torch.tensor([[2.0, NAN]]))[0, 1].isnan().all()
+
+
+def test_step_that_no_rank_finished_takes_at_least_what_it_took():
+    # as where the members change, and all that was on its way is lost: there is no peer to compare with
+    never = [NAN] * 16
+    times = untruncated_step([0.5, 0.25], [False, False], [1, 1], [never, never], [[NAN], [0.25]])
+    assert times == [UntruncatedTime(0.5, at_least=True), UntruncatedTime(0.25, at_least=True)]
 
 
 def entered_at_once(unit_s):
