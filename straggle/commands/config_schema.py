@@ -36,7 +36,7 @@ _NONE: dict[str, dict[str, Any]] = {
 _WORK = ("dealt", "pulled")
 _LEAST = {"steps": 1, "seed": 0, "batch_size": 1, "num_microbatches": 1, "checkpoint_every": 0}
 _LEAST |= {"collect_garbage_every": 0, "block": 1, "ranks": 1, "history_ranks": 1}
-_KINDS = {bool: "true or false", int: "an integer", str: "text", list: "a list"}
+_KINDS = {bool: "true or false", int: "an integer", str: "text", list: "a list", dict: "a part with keys of its own"}
 _OR_NULL = {"replay": str, "links": bool, "scenarios": list}
 _ONLY_TRAIN = ("resume", "replay", "report", "checkpoint_every", "metrics")
 
@@ -77,7 +77,8 @@ def check_values(name: str, config: DictConfig) -> None:
     _check_keys(values, usual := usual_values(name))
     for key, value in values.items():
         kind = _OR_NULL.get(key, type(usual[key]))
-        if kind in _KINDS and type(value) is not kind and key != "resume" and not (value is None and key in _OR_NULL):
+        is_null = value is None and (key in _OR_NULL or kind is dict)
+        if kind in _KINDS and type(value) is not kind and key != "resume" and not is_null:
             raise ConfigurationError(f"{key}={value}: must be {_KINDS[kind]}")
     check_at_least({key: least for key, least in _LEAST.items() if key in values}, values)
     if name == "compare":
@@ -171,9 +172,9 @@ def config_dir() -> Path:
 
 def usual_values(name: str) -> dict[str, Any]:
     """The keys of a command's configuration, each with the value that ``conf/`` gives it; a group's is ``None``."""
-    own: Any = OmegaConf.load(config_dir() / f"{name}.yaml")
-    values, groups = {str(key): own[key] for key in own if key not in ("defaults", "hydra")}, dict[str, Any]()
-    for entry in own.defaults:
+    own: Any = OmegaConf.to_container(OmegaConf.load(config_dir() / f"{name}.yaml"), resolve=True)
+    values, groups = {key: value for key, value in own.items() if key != "hydra"}, dict[str, Any]()
+    for entry in values.pop("defaults"):
         if entry in COMMANDS:
             values = usual_values(entry) | values
         elif entry != "_self_":

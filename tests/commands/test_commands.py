@@ -126,6 +126,7 @@ def test_view_names_absent_ranks_and_says_when_the_members_change() -> None:
         (["report=3"], "report=3: must be true or false"),
         (["run_dir=3"], "run_dir=3: must be text"),
         (["replay=3"], "replay=3: must be text"),
+        (["merge=mean"], "merge=mean: must be a part with keys of its own"),
         (["~deadline"], "deadline has no value: leave out what takes it away, such as ~deadline"),
         (["steps=0"], "steps=0: must be an integer of at least 1"),
         (["+foo=1"], "unknown key foo; valid keys: steps, seed"),
