@@ -333,7 +333,8 @@ class Round:
 
     def close(self, own: Contribution, weights: Sequence[float]) -> None:
         """Merge what is left, with these `weights`; the telemetry is in the buffers."""
-        weight, number, there = self.passes.weight, self.passes.number, self.beside.keys() | own.estimated.keys()
+        weight, number = self.passes.weight, self.passes.number
+        there = own.estimated.keys() | {index for index in self.beside if own.computed[index]}
         shares = {
             index: Share(weight * weights[index], self.num_in[index] > 0 or index in there)
             for index in range(len(weights))

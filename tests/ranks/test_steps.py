@@ -25,11 +25,13 @@ from sharding import Blocks, batch
 from torch import Tensor, nn
 from worlds import REPLICAS, WORLDS, Here, Trial, World
 
-from straggle import Abstain, LastMerged, Step, Zero
+from straggle import Abstain, LastMerged, LateHandling, Step, Zero
+from straggle.backward import stages
 from straggle.report import PHASES
 
 pytestmark = pytest.mark.light
 
+BUCKET_BYTES = stages.BUCKET_BYTES
 DEPTH, LAST, NUM_STEPS = 4, REPLICAS - 1, 3
 EXACT, PADDING = 2e-6, 0.01  # shards of a parameter are not all equally long
 LATE, ERRORS = ("late", "swallowed"), ("error", "error, goes on")
@@ -53,7 +55,10 @@ ANNOUNCED = {"calls, more announced": 4, "calls, fewer announced": 1}
 
 @dataclass(frozen=True)
 class Case:
-    """``place``: the pass that is left, as a share of them; ``fails_again``: so does the last one."""
+    """``place``: the pass that is left, as a share of them; ``fails_again``: so does the last one.
+
+    ``is_whole``: all of a rank's step is merged, or nothing. ``in_buckets``: each parameter is a message of its own.
+    """
 
     loop: str
     by_module: bool
@@ -69,6 +74,8 @@ class Case:
     fails_again: bool
     reshard: bool | None
     place: float
+    is_whole: bool
+    in_buckets: bool
 
     @property
     def at_pass(self) -> int:
@@ -83,6 +90,7 @@ class Case:
 def case_of(number: int, world: World) -> Case:
     chance = random.Random(number)
     drawn = {name: chance.choice(choices) for name, choices in CHOICES.items()} | {"place": chance.random()}
+    drawn |= {"is_whole": chance.random() < 0.25 and world.shards == 1, "in_buckets": chance.random() < 0.5}
     if drawn["puts"] and drawn["cause"] in ERRORS:
         drawn["puts"] = chance.choice(("before", "inside"))
     if (
@@ -206,7 +214,7 @@ def passes_of(case: Case, world: World, replica: int, name: str, leaves: bool) -
     every = list(range(case.num_passes))
     if not leaves or replica != LAST or case.cause is None:
         return every
-    if case.cause == "not finite":
+    if case.cause == "not finite" or (case.is_whole and (case.cause in LATE or case.backward)):
         return []
     if case.cause == "error, goes on":
         return [micro for micro in every if not case.is_left(micro) or came(case, world, name)]
@@ -292,9 +300,13 @@ def steps_of(number: int, here: Here) -> tuple[list[str], list[str]]:
     case, wrong, hashes = case_of(number, here.world), list[str](), list[str]()
     last: list[Tensor] = []
     sharding, estimator = {"reshard_after_forward": case.reshard}, ESTIMATORS[case.estimator]()
+    stages.BUCKET_BYTES = 1 if case.in_buckets else BUCKET_BYTES
+    late_handling = LateHandling(granularity="step" if case.is_whole else "stage")
     with (
         logged("straggle") as said,
-        here.wrapped(partial(Blocks, DEPTH), sharding=sharding, estimator=estimator) as trial,
+        here.wrapped(
+            partial(Blocks, DEPTH), sharding=sharding, estimator=estimator, late_handling=late_handling
+        ) as trial,
     ):
         for step in range(NUM_STEPS):
             kept = trial.gradients()
@@ -400,6 +412,6 @@ def test_it_is_so_in_each_world_in_each_of_many_cases(world: str) -> None:
 
 def test_cases_have_each_choice_of_each_kind() -> None:
     drawn = [case_of(number, WORLDS[world]) for cases in (FEW, MANY) for world in cases for number in cases[world]]
-    assert {field.name for field in fields(Case)} == {*CHOICES, "place"}
+    assert {field.name for field in fields(Case)} == {*CHOICES, "place", "is_whole", "in_buckets"}
     for name, choices in CHOICES.items():
         assert {getattr(case, name) for case in drawn} == {*choices}, name
