@@ -52,7 +52,7 @@ OLD, HEIR, BACK = "the first writer", "its heir", "the first, started again"
     ("script", "expected"),
     [
         # the old writer dies after 0, 3 or 5 steps; its heir, which had seen them all, goes on
-        ([(HEIR, range(5), False), (HEIR, range(5, 8), True)], 8),
+        ([(OLD, [], True), (HEIR, range(5), False), (HEIR, range(5, 8), True)], 8),
         ([(OLD, range(3), True), (HEIR, range(5), False), (HEIR, range(5, 8), True)], 8),
         ([(OLD, range(5), True), (HEIR, range(5), False), (HEIR, range(5, 8), True)], 8),
         # it is frozen, and when it wakes up, it writes one step more: that is not in the file
