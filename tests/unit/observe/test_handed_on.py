@@ -61,6 +61,7 @@ OLD, HEIR, BACK = "the first writer", "its heir", "the first, started again"
         # it is frozen, and the writer again: it goes on in the file of its heir
         ([(OLD, range(3), True), (HEIR, range(3), False), (HEIR, range(3, 6), True),
           (OLD, range(6, 9), True), (HEIR, range(6, 9), False), (HEIR, [9], True)], 10),
+        ([(OLD, range(3), True), (HEIR, range(3), False), (HEIR, range(3, 6), True), (OLD, range(6, 9), True)], 9),
         # it was started again, takes part from step 6 on, and is away again for a step
         ([(OLD, range(3), True), (HEIR, range(3), False), (HEIR, range(3, 6), True),
           (BACK, range(6, 8), True), (HEIR, range(6, 8), False), (HEIR, [8], True)], 9),
