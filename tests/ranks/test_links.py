@@ -17,6 +17,7 @@ THREADS = ("straggle-ping", "straggle-ping-server")
 def train(rank, options, measures):
     """Step two models until the one that was asked to has pinged, and this one if it ``measures``."""
     between, over, number = threading.Event(), False, 0
+    before = set(threading.enumerate())  # a closed model's may still be there
     with staged(mlp(), links=True) as asked, staged(mlp(), **options) as model:
         while not over:
             has_pinged = asked.ping_bytes > 0 and (model.ping_bytes > 0 or not measures)
@@ -27,7 +28,7 @@ def train(rank, options, measures):
                 own.zero_grad()
             over, number = asked.last_report.scalars["pinged"] == 1, number + 1
             between.wait(0.02)
-        names = [thread.name for thread in threading.enumerate()]
+        names = [thread.name for thread in set(threading.enumerate()) - before]
         return [names.count(name) for name in THREADS], model.ping_bytes > 0
 
 
