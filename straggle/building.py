@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
+from straggle import world
 from straggle.backward.loop_hooks import CallBracket
 from straggle.links.job_pings import JobPings
 from straggle.loop.drops import DropLog, Names
@@ -244,14 +245,16 @@ def _meet_replica(
     ranks = ranks_in_a_row(module) if mesh is None else ranks_of_replica(module, mesh)
     give_up_s = options.late_handling.give_up_s
     inside = Channel(
-        dist.new_group(ranks, use_local_synchronization=True, group_desc=OWN_GROUP), give_up_s=give_up_s, names=ranks
+        world.dist.new_group(ranks, use_local_synchronization=True, group_desc=OWN_GROUP),
+        give_up_s=give_up_s,
+        names=ranks,
     )
     for name, tensor in copied_inside(module, len(ranks)):
         inside.broadcast(tensor, name=name)
     channel: Channel
     if mesh is not None:
         copies = mesh.get_group()
-        channel = Channel(copies, give_up_s=give_up_s, names=dist.get_process_group_ranks(copies))
+        channel = Channel(copies, give_up_s=give_up_s, names=world.dist.get_process_group_ranks(copies))
         make_alike(module, wrapped, channel)
     else:
         assert members is not None

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from straggle import world
 from straggle.backward.optimizer_hooks import begin_scalers
 from straggle.backward.stages import BalancedByTime
 from straggle.backward.step_in_parts import check_steps_in_parts
@@ -36,7 +37,6 @@ from straggle.merge.checks import (
     refuse_ddp_kwargs,
     refuse_pull,
 )
-from straggle.merge.last_words import in_this_process
 from straggle.merge.options import Merge
 from straggle.merge.round import Round
 from straggle.merge.saved_state import SavedState, SharedState
@@ -150,7 +150,7 @@ class StagedDataParallel(nn.Module):
         self.idle = False  # this rank has no data for the steps from here on: it takes part with weight 0
         self.loads_missed = True  # a batch for each step that it has missed, if no loader says that it does not
         self.default_weight = 1.0  # weight of a step whose `Step.weight` the loop does not set
-        self._finalizer = weakref.finalize(self, in_this_process(built.closing()))
+        self._finalizer = weakref.finalize(self, world.in_this_process(built.closing()))
         self._of_the_job = frozenset(self.__dict__) - own
         for phase in self._wings.built:
             phase()

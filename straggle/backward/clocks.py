@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from straggle import world
 from straggle.backward.device import Device
 from straggle.report import PHASES, Phase
 
@@ -20,7 +20,7 @@ class Stopwatch:
     ``last_gradient_at`` is set at each gradient by the code that runs the pass; a call for each would cost more.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = world.clock) -> None:
         self.now = clock
         self._since = clock()
         self._seconds: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
@@ -113,7 +113,7 @@ class Timeline:
     Kernels are queued, so the host's time is not the device's. Only `seconds` waits for the device.
     """
 
-    def __init__(self, device: torch.device, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, device: torch.device, clock: Callable[[], float] = world.clock) -> None:
         self._now: Callable[[], Any] = partial(moment, device, clock)
         self._moments: list[tuple[int | None, Any]] = []
 
@@ -138,7 +138,7 @@ class Timeline:
         return total
 
 
-def moment(device: torch.device, clock: Callable[[], float] = time.monotonic) -> Any:
+def moment(device: torch.device, clock: Callable[[], float] = world.clock) -> Any:
     """The present moment: by the host's clock or, on a CUDA device, as an event on its queue."""
     if device.type != "cuda":
         return clock()
@@ -158,7 +158,7 @@ def seconds_between(before: Any, after: Any) -> float:
 class FinishTimes:
     """The order in which a step's gradients are finished, and the seconds of each, to plan stages from."""
 
-    def __init__(self, device: torch.device, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, device: torch.device, clock: Callable[[], float] = world.clock) -> None:
         self._timeline = Timeline(device, clock)
 
     def begin(self) -> None:

@@ -6,12 +6,13 @@ On the CPU there is no queue: what the host has called is done. This file knows 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from straggle import world
 
 
 class Device(Protocol):
@@ -55,7 +56,7 @@ class Host:
 
     is_queued = False
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = world.clock) -> None:
         self._clock = clock
 
     def mark(self, again: Any = None) -> Any:  # noqa: ARG002

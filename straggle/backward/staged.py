@@ -6,7 +6,6 @@ This needs no ``torch.distributed``; `StagedDataParallel` does the same on every
 from __future__ import annotations
 
 import math
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from straggle import world
 from straggle.backward.clocks import HostLimit, Timeline
 from straggle.backward.device import device_of
 from straggle.backward.hooks import (
@@ -79,7 +79,7 @@ class StagedBackward:
         on_stage: Callable[[FinishedStage], None] | None = None,
         estimator: Estimator | None = None,
         granularity: Granularity = "stage",
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = world.clock,
     ) -> None:
         check_granularity(granularity, ("stage", "microbatch"))
         self.module = module

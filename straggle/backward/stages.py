@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +12,7 @@ from operator import is_
 import torch
 from torch import Tensor, nn
 
+from straggle import world
 from straggle.backward.clocks import FinishTimes
 
 STAGE_BYTES = 25 * 2**20  # DDP's bucket size
@@ -133,7 +133,7 @@ class PlanLearner:
         self,
         stages: int | Sequence[str] | BalancedByTime | None,
         device: torch.device,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = world.clock,
     ) -> None:
         self._left = 3 if isinstance(stages, BalancedByTime) else 1
         self._new_times = partial(FinishTimes, device, clock)

@@ -8,8 +8,7 @@ import socket
 import struct
 from typing import Any
 
-import torch.distributed as dist
-
+from straggle import world
 from straggle.merge.store import server_of
 
 _SIOCGIFADDR = 0x8915
@@ -23,7 +22,7 @@ def own_address(store: Any) -> str:
         if interface and (address := _of_interface(interface)):
             return address
     server = server_of(store)
-    if isinstance(server, dist.TCPStore):  # type: ignore[attr-defined]
+    if isinstance(server, world.dist.TCPStore):  # type: ignore[attr-defined]
         return _towards(server.host, server.port)
     with contextlib.suppress(OSError):
         return socket.gethostbyname(socket.gethostname())

@@ -16,11 +16,10 @@ import os
 import socket
 import struct
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from straggle import world
 from straggle.policies.merge_time import Link
 
 TOKEN_BYTES = 32
@@ -65,9 +64,9 @@ class PingServer:
         self._listener = socket.create_server((host, 0), family=family, backlog=64)
         self.host, self.port = self._listener.getsockname()[:2]
         self._token, self._progress = token, progress
-        self._closing = threading.Event()
+        self._closing = world.Event()
         self._buffer = memoryview(bytearray(LEAST_BYTES))
-        self._thread = threading.Thread(target=self._serve, name="straggle-ping-server", daemon=True)
+        self._thread = world.Thread(target=self._serve, name="straggle-ping-server", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -90,14 +89,14 @@ class PingServer:
 
     def _answer(self, client: socket.socket) -> None:
         _limit(client, _WORD_S)
-        until = time.monotonic() + _CLIENT_S
+        until = world.monotonic() + _CLIENT_S
         token = bytearray(TOKEN_BYTES)
         if not _fill(client, memoryview(token)) or not hmac.compare_digest(token, self._token):
             return
         _limit(client, LIMIT_S)
         self._say(client)
         head = memoryview(bytearray(_HEAD.size))
-        while time.monotonic() < until and not self._closing.is_set() and _fill(client, head):
+        while world.monotonic() < until and not self._closing.is_set() and _fill(client, head):
             (word,) = _HEAD.unpack(head)
             num_bytes = word & ~_BACK
             if not 0 < num_bytes <= MOST_BYTES:
@@ -151,7 +150,7 @@ class _Sent:
 
     def __init__(self, connection: socket.socket, payload: memoryview) -> None:
         self._connection, self._payload = connection, payload
-        self._began_at = time.monotonic()
+        self._began_at = world.monotonic()
         self.num_bytes = 0
 
     def bytes_per_s(self) -> float:
@@ -168,38 +167,38 @@ class _Sent:
         """The shortest of a few tries; of one, if all has taken long by now."""
         quickest_s = self._seconds(num_bytes)
         for _ in range(tries - 1):
-            if time.monotonic() - self._began_at < _LONG_S:
+            if world.monotonic() - self._began_at < _LONG_S:
                 quickest_s = min(quickest_s, self._seconds(num_bytes))
         return quickest_s
 
     def _seconds(self, num_bytes: int) -> float:
         """Send so much; how long it took until the peer had it and answered."""
         message = b"".join((_HEAD.pack(num_bytes), self._payload[:num_bytes]))
-        begin = time.monotonic()
+        begin = world.monotonic()
         self._connection.sendall(message)
         _read_answer(self._connection)
         self.num_bytes += len(message)
-        return time.monotonic() - begin
+        return world.monotonic() - begin
 
 
 class _Asked(_Sent):
     """Messages the other way: of the same sizes, when they are asked for."""
 
     def _seconds(self, num_bytes: int) -> float:
-        begin = time.monotonic()
+        begin = world.monotonic()
         self._connection.sendall(_HEAD.pack(num_bytes | _BACK))
         if not _fill(self._connection, self._payload[:num_bytes]):
             raise OSError("the peer sends nothing")
         _read_answer(self._connection)
-        return time.monotonic() - begin
+        return world.monotonic() - begin
 
 
 @contextlib.contextmanager
 def _connection(host: str, port: int, limit_s: float) -> Iterator[tuple[socket.socket, float]]:
     """A connection, and the latency that making it has shown."""
-    begin = time.monotonic()
+    begin = world.monotonic()
     with socket.create_connection((host, port), limit_s) as connection:
-        round_trip_s = _round_trip_s(connection, time.monotonic() - begin)
+        round_trip_s = _round_trip_s(connection, world.monotonic() - begin)
         connection.settimeout(None)
         _limit(connection, _GREET_S)
         yield connection, round_trip_s / 2

@@ -10,12 +10,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from straggle import world
 from straggle.links.addresses import own_address
 from straggle.links.network_event import LongMerge
 from straggle.links.ping import RESOLUTION_S, PingServer, ask_progress, measure
@@ -92,9 +91,9 @@ class Pings:
         self._merged_bytes = merged_bytes
         self._sink, self._on_its_way, self._on_long, self._begins_s = sink, on_its_way, on_long, begins_s
         self._last: Callable[[], Merged] | None = None  # by the training thread
-        self._turn = threading.Event()  # a merge has just ended after which this rank pings
+        self._turn = world.Event()  # a merge has just ended after which this rank pings
         self._is_due, self._due_at = False, math.inf  # whether a ping waits for a merge to end, and since when
-        self._looked_at = time.monotonic()
+        self._looked_at = world.monotonic()
         self._pinged_at = self._began_at = -math.inf  # the last ping was over, and began
         self._quickest_s = math.inf  # of the steps
         self._place, self._count = rank, world_size  # among the members
@@ -106,8 +105,8 @@ class Pings:
         self._num_long = 0  # rounds of pings since merges are long
         self._pauses_until = -math.inf  # no merge is pinged in its middle
         self._submitted: dict[int, bool] = {}  # whether a peer that was pinged had, when this rank had
-        self._closing = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._closing = world.Event()
+        self._thread: world.Thread | None = None
 
     @property
     def running(self) -> bool:
@@ -117,7 +116,7 @@ class Pings:
     def begin(self) -> None:
         """Answer pings from now on; by the training thread. The first merge begins it, too."""
         if self._thread is None and not self._closing.is_set():
-            self._thread = threading.Thread(target=self._run, name="straggle-ping", daemon=True)
+            self._thread = world.Thread(target=self._run, name="straggle-ping", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
@@ -128,10 +127,10 @@ class Pings:
     def merged(self, step: int, of: Callable[[], Merged]) -> None:
         """``step`` is merged; by the training thread. ``of`` is called by the thread that pings, if at all."""
         self._last = of
-        if self._thread is None and time.monotonic() - self._looked_at > self._begins_s:
+        if self._thread is None and world.monotonic() - self._looked_at > self._begins_s:
             self.begin()
         if self._is_due:
-            overdue_s = time.monotonic() - self._due_at
+            overdue_s = world.monotonic() - self._due_at
             if is_turn(step, self._place, self._count, overdue_s, _LOOK_S * self._count):
                 self._turn.set()
 
@@ -161,12 +160,12 @@ class Pings:
             return
         self._quickest_s = min(self._quickest_s, merged.seconds)
         self._long.merged(merged.step, merged.network_s)
-        is_long = self._long.lasts(self._on_its_way()[1]) and time.monotonic() >= self._pauses_until
+        is_long = self._long.lasts(self._on_its_way()[1]) and world.monotonic() >= self._pauses_until
         self._num_long = self._num_long if is_long else 0
         if self._pings_now(merged, is_long=is_long):
-            self._began_at = time.monotonic()
+            self._began_at = world.monotonic()
             self._ping(merged, is_long=is_long)
-            self._pinged_at = time.monotonic()
+            self._pinged_at = world.monotonic()
             if is_long:
                 self._num_long += 1
                 self._judge_long_merge()
@@ -178,16 +177,16 @@ class Pings:
         if is_long:
             self._is_due = False
             self._turn.clear()
-            return time.monotonic() - self._began_at >= _LONG_EVERY_S and not self._closing.is_set()
+            return world.monotonic() - self._began_at >= _LONG_EVERY_S and not self._closing.is_set()
         if not self._is_due:
             self._turn.clear()
             if self._overdue_s(merged) < 0:
                 return False
             self._count = max(1, len(merged.members))
             self._place = merged.members.index(self._rank) if self._rank in merged.members else 0
-            self._is_due, self._due_at = True, time.monotonic()
+            self._is_due, self._due_at = True, world.monotonic()
         patience_s = min(_LONGEST_WAIT_S, 2 * _LOOK_S * self._count + 1.5 * merged.seconds)
-        if not self._turn.is_set() and time.monotonic() - self._due_at < patience_s:
+        if not self._turn.is_set() and world.monotonic() - self._due_at < patience_s:
             return False
         self._is_due = False
         self._turn.clear()
@@ -202,7 +201,7 @@ class Pings:
             is_slow=bool(self._doubted or self.slow.now or merged.out) or self._long.are_longer(merged.seconds),
             in_doubt=0 < self._doubted < ROUNDS or len(self._rounds) < ROUNDS,
         )
-        return time.monotonic() - self._pinged_at - interval_s
+        return world.monotonic() - self._pinged_at - interval_s
 
     def _progress(self) -> int:
         """The last step of which all of this rank's part was on its way."""
@@ -235,10 +234,10 @@ class Pings:
                     now.is_busy = True
                     continue
                 now.doubted = True
-            now.found.append((time.monotonic(), Way(self._rank, peer, link)))
+            now.found.append((world.monotonic(), Way(self._rank, peer, link)))
         if out and not (now.asks_out or is_long):
             now.asks_out = self._is_due = True
-            self._due_at = time.monotonic()
+            self._due_at = world.monotonic()
             return
         self._round = None
         self._number += 1
@@ -297,9 +296,9 @@ class Pings:
         ways = [way for _, way in best_ways(self._rounds) if times[way.target] >= _TWICE]
         links = rank_links(ways, self._world_size)
         if not any(map(slow_in, links, others_links(links))):
-            self._pauses_until = time.monotonic() + _IN_VAIN_S
+            self._pauses_until = world.monotonic() + _IN_VAIN_S
         elif self._num_long > 2 * ROUNDS:
-            self._pauses_until = time.monotonic() + _PAUSE_S
+            self._pauses_until = world.monotonic() + _PAUSE_S
         elif self._on_long is not None:
             self._on_long(rank_links((way for way in ways if self._submitted[way.target]), self._world_size))
 
@@ -331,7 +330,7 @@ class Pings:
 
     def _judge(self, merged: Merged) -> None:
         """Log once whose link is slow, or is not any more; the lowest member does."""
-        before, now = {slow.rank for slow in self.slow.now}, time.monotonic()
+        before, now = {slow.rank for slow in self.slow.now}, world.monotonic()
         links = rank_links(merged.ways, self._world_size)
         passed_s, self._looked_at = now - self._looked_at, now
         self.slow.add(merged.step, links, num_bytes=self._merged_bytes, step_s=merged.seconds, passed_s=passed_s)

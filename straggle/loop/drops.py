@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ from typing import Literal
 
 from torch import nn
 
+from straggle import world
 from straggle.merge.channel import Channel
 from straggle.merge.replica import Replica
 from straggle.merge.round import Round
@@ -292,7 +292,7 @@ class DropLog:
         every_s: float,
         *,
         max_lag: int = 8,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = world.clock,
     ) -> None:
         self.drops = Drops(max_lag)
         self._names, self._place, self._every_s, self._clock = names, place, every_s, clock

@@ -6,12 +6,12 @@ ask that after each merged step, for the next one. If one of them was told to en
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from straggle import world
 from straggle.members.member import Member
 from straggle.members.membership import Membership
 from straggle.members.view import leader
@@ -72,7 +72,7 @@ def all_have_state(
         except (RuntimeError, OSError):
             if not awaits():
                 raise
-            time.sleep(_RETRY_S)
+            world.sleep(_RETRY_S)
 
 
 def _all_have_state(store: Any, key: str, rank: int, ranks: Sequence[int], awaits: Callable[[], bool]) -> bool:
@@ -83,5 +83,5 @@ def _all_have_state(store: Any, key: str, rank: int, ranks: Sequence[int], await
         elif not awaits():
             store.compare_set(key, "", _NONE)
         else:
-            time.sleep(_LOOK_S)
+            world.sleep(_LOOK_S)
     return answer == _ALL

@@ -9,16 +9,16 @@ import json
 import logging
 import math
 import os
-import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from straggle import world
 from straggle.members.agents import Exited, exited
 from straggle.members.in_replica import ALONE, InReplica
 from straggle.members.membership import Membership, new_incarnation
@@ -33,7 +33,7 @@ _MERGE_SLICE_S = 0.1  # each slice that ends before the merge costs 0.2 ms of CP
 _FORM_S = 20.0  # for the members of a view to meet
 OLD_S = 600.0  # after which gloo itself ends launched collectives: those of a group that is not used any more, too
 _OLD_LOOK_S = 0.1  # between two checks whether they have ended
-_num_models = 0  # elastic models wrapped in this process: it numbers their prefixes in the store
+_models = world.OfProcess(count)  # numbers the prefixes of elastic models in the store
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class ElasticChannel(Channel):
         self._elastic, self._of_replica = elastic, of_replica
         self._formed: ProcessGroups | None = None
         self._made: Sequence[GlooGroup] = ()  # the groups of `formed`, by their type here
-        self._waits_for_old = threading.Lock()
+        self._waits_for_old = world.Lock()
         self.generation = -1
         self.ended: BaseException | None = None  # what ended the job for this rank
         self.closing = False
@@ -68,13 +68,12 @@ class ElasticChannel(Channel):
         return super()._time_limit_of(parent) if self._of_replica is None else self._of_replica.patience.group_s
 
     def _meet(self, parent: dist.ProcessGroup) -> str:  # noqa: ARG002
-        global _num_models
         if self._queued:
             raise ValueError(
                 "members=Elastic() needs a gloo process group: nccl's groups cannot be formed again in a running job; "
                 'write dist.init_process_group("gloo"), or leave members out'
             )
-        corner, _num_models = f"straggle/elastic/{_num_models}", _num_models + 1
+        corner = f"straggle/elastic/{next(_models.here)}"
         inside, incarnation = self._take_place()
         store = default_store()
         check_answers(store, self.give_up_s)
@@ -87,7 +86,7 @@ class ElasticChannel(Channel):
             inside=inside,
             incarnation=incarnation,
         )
-        self._until = time.monotonic() + self.patience.outside_s  # for the first view
+        self._until = world.monotonic() + self.patience.outside_s  # for the first view
         self.meet_members()
         return f"{corner}/shard{inside.shard}" if inside.size > 1 else corner
 
@@ -107,7 +106,7 @@ class ElasticChannel(Channel):
         """
         membership, limit = self.membership, self.patience.words("outside")
         try:
-            while not (late := membership.begin(left_s := max(0.0, self._until - time.monotonic()), limit)):
+            while not (late := membership.begin(left_s := max(0.0, self._until - world.monotonic()), limit)):
                 if self.form(membership.view):
                     break
                 if not left_s:
@@ -143,8 +142,8 @@ class ElasticChannel(Channel):
         """Meet the other members of a view; false if there is a newer view, or if a member does not come."""
         place, size = view.ranks.index(self.rank), len(view.ranks)
         made: dict[str, GlooGroup] = {}
-        given_up = threading.Event()
-        corner, until = f"generation/{view.job}/{view.generation}", time.monotonic() + limit_s
+        given_up = world.Event()
+        corner, until = f"generation/{view.job}/{view.generation}", world.monotonic() + limit_s
 
         def meet() -> None:
             try:
@@ -152,7 +151,7 @@ class ElasticChannel(Channel):
                     store.set(f"here/{place}", "")
                     # gloo's own wait for a missing member cannot be interrupted; this one can
                     while not store.check([f"here/{other}" for other in range(size)]):
-                        if given_up.wait(_SLICE_S / 4) or time.monotonic() > until:
+                        if given_up.wait(_SLICE_S / 4) or world.monotonic() > until:
                             return
             except (RuntimeError, OSError) as error:
                 self._note_unformed(view, error)
@@ -204,7 +203,7 @@ class ElasticChannel(Channel):
         # a frozen rank's old group ends with it, and many views may come meanwhile: one thread waits for all, since
         # whoever sleeps looks afterwards at what the others have dropped
         while not (let_go() or self.closing) and self._waits_for_old.acquire(blocking=False):
-            time.sleep(_OLD_LOOK_S)
+            world.sleep(_OLD_LOOK_S)
             self._waits_for_old.release()
 
     def _is_annulled(self, view: View) -> bool:
@@ -226,7 +225,10 @@ class ElasticChannel(Channel):
         def said() -> dict[int, str | None]:
             return {rank: membership.published(f"gathered/{of}/{rank}") for rank in membership.view.ranks}
 
-        words = self._poll(lambda: None if None in (words := said()).values() else words, "the comparison of states")
+        # none are left once all others have ended their loops: then the poll says so
+        words = self._poll(
+            lambda: None if None in (words := said()).values() else words or None, "the comparison of states"
+        )
         values = {rank: json.loads(word) for rank, word in words.items() if word is not None}
         return [values.get(rank, values[min(values)]) for rank in range(self.world_size)]
 
@@ -274,14 +276,14 @@ class ElasticChannel(Channel):
 
     def _poll(self, find: Callable[[], Found | None], what: str) -> Found:
         """Call ``find()`` until it finds something; members may change. Raises `PeerFailed` if that takes too long."""
-        until = time.monotonic() + self.patience.outside_s
+        until = world.monotonic() + self.patience.outside_s
         while (found := find()) is None:
             if self.ended is not None:
                 raise self.ended
             self.membership.check_done()
-            if time.monotonic() > until:
+            if world.monotonic() > until:
                 raise PeerFailed(f"rank {self.name}: {what} did not come within {self.patience.words('outside')}")
-            time.sleep(0.01)
+            world.sleep(0.01)
         return found
 
     def wait_in(self, view: View, work: dist.Work) -> None:
@@ -307,7 +309,7 @@ class ElasticChannel(Channel):
         key: str = "",
     ) -> None:
         """Wait for a collective as the base class does. Raises `GroupsChanged` if the members change."""
-        until = math.inf if give_up_s is None else time.monotonic() + give_up_s
+        until = math.inf if give_up_s is None else world.monotonic() + give_up_s
         broke, long_wait = False, LongWait(self, key or str(step), what)
         while self.epoch == epoch:
             if self.ended is not None:
@@ -321,14 +323,14 @@ class ElasticChannel(Channel):
                 broke = True
                 self.membership.detector.connection_broke(generation=self.generation)
             if broke:
-                time.sleep(_SLICE_S)
+                world.sleep(_SLICE_S)
             if self._is_annulled(self.membership.view):
                 raise MetAnew
             if self.generation == 0 and self.membership.view.generation > 0 and not self.membership.detector.is_on:
                 raise PeerFailed(
                     f"{what}: {self.membership.view.said(self.membership.inside.kind)}, while the model was wrapped"
                 )
-            if time.monotonic() > until:
+            if world.monotonic() > until:
                 raise PeerFailed(self.explain(what))
             if why := long_wait.look():
                 raise PeerFailed(self.explain(what, why=why))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from straggle import world
 from straggle.members.agents import Exited
 from straggle.members.connections import Connections
 from straggle.members.heartbeat import BEAT_S, Heartbeat, signs_of, step_in
@@ -76,10 +75,10 @@ class FailureDetector:
         self._broken_at, self._replica_broke = -math.inf, False
         self._broken_in = -1  # in the groups of which view a merge has broken last
         self._lost = False  # the store did not answer
-        self._stopping = threading.Event()
-        self._wake = threading.Event()
+        self._stopping = world.Event()
+        self._wake = world.Event()
         self._life = 0  # the number of the thread in charge: a stuck thread gets a successor
-        self.threads: list[threading.Thread] = []  # those that may still run, the newest last
+        self.threads: list[world.Thread] = []  # those that may still run, the newest last
 
     # -- any thread
 
@@ -119,7 +118,7 @@ class FailureDetector:
         pause: a view with the same members follows.
         """
         self._broken_in = max(self._broken_in, generation)
-        self._broken_at, self._replica_broke = time.monotonic(), self._replica_broke or of_replica
+        self._broken_at, self._replica_broke = world.monotonic(), self._replica_broke or of_replica
         self._wake.set()
 
     def keep_out(self, ranks: Mapping[int, Leaving]) -> None:
@@ -129,7 +128,7 @@ class FailureDetector:
         self._wake.set()
 
     def _start(self) -> None:
-        thread = threading.Thread(target=self._run, args=(self._life,), name="straggle-watch", daemon=True)
+        thread = world.Thread(target=self._run, args=(self._life,), name="straggle-watch", daemon=True)
         self.threads = [*(old for old in self.threads if old.is_alive()), thread]
         thread.start()
 
@@ -139,9 +138,9 @@ class FailureDetector:
         store, looked_at = None, -math.inf
         while not self._stopping.is_set():
             self.num_turns += 1
-            self._wake.wait(max(BEAT_S, looked_at + self._between_looks_s() - time.monotonic()))
+            self._wake.wait(max(BEAT_S, looked_at + self._between_looks_s() - world.monotonic()))
             self._wake.clear()
-            looked_at = time.monotonic()
+            looked_at = world.monotonic()
             try:
                 store = store or self._connections.connect()
                 self._heartbeat.beat(store)
@@ -172,7 +171,7 @@ class FailureDetector:
     def _between_looks_s(self) -> float:
         """Seconds between two looks at the others: those of a beat if a change has happened or is expected."""
         quiet = self.is_on and self._chain.is_member and not self._lost
-        return _LOOK_S if quiet and time.monotonic() - self._broken_at >= _BROKEN_S else BEAT_S
+        return _LOOK_S if quiet and world.monotonic() - self._broken_at >= _BROKEN_S else BEAT_S
 
     def _read_or_fill(self, store: Any) -> View | None:
         """The view; ``None`` if the store was restarted, after this rank has done its part in filling it."""
@@ -209,7 +208,7 @@ class FailureDetector:
         if self._inside.size > 1:
             watched.append(self._inside.next_rank(self._chain.rank))
         signs = self._hear(store, view.members, watched)
-        now = time.monotonic()
+        now = world.monotonic()
         self._silence.look(now, signs)
         broken = now - self._broken_at < _BROKEN_S
         limit_s = min(_QUICK_S, self._elastic.suspect_s) if broken else self._elastic.suspect_s
@@ -254,7 +253,7 @@ class FailureDetector:
         """
         ranks, own = [self._inside.rank(member) for member in view.ranks], self._inside.others(self._chain.rank)
         known = {**view.members, self._chain.rank: self._chain.incarnation}
-        self._silence.look(time.monotonic(), self._hear(store, known, [*ranks, *own]))
+        self._silence.look(world.monotonic(), self._hear(store, known, [*ranks, *own]))
         limit_s = _QUICK_S if self._replica_broke else _LOST_S
         dead, lost = set(self._silence.longer_than(_DEAD_S)), self._silence.longer_than(limit_s)
         self.alone = bool(ranks) and all(rank in dead or self._ended(store, known, rank) for rank in ranks)

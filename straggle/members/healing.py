@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
+from straggle import world
 from straggle.members.ask_replica import all_have_state
 from straggle.members.elastic import ElasticChannel
 from straggle.members.member import Member
@@ -103,7 +103,7 @@ class Healing:
             if begins == step and arrival is not None and arrival.state is not None:
                 self._take(arrival.view, arrival.state, loaders_too=False)
             else:
-                time.sleep(0.005)
+                world.sleep(0.005)
         self._member.awaits_state = False
 
     def after_step(self) -> None:
@@ -113,7 +113,7 @@ class Healing:
         ended.
         """
         member, following = self._member, self._coordinator.training.step
-        say_at = time.monotonic() + _SAY_S
+        say_at = world.monotonic() + _SAY_S
         while (
             self._rank.merging.takes_part_from >= following
             and not self._is_made(following)
@@ -121,7 +121,7 @@ class Healing:
         ):
             self._rank.check_ended()
             member.is_back = member.awaits_state = True
-            if time.monotonic() > say_at:
+            if world.monotonic() > say_at:
                 say_at = math.inf
                 _log.warning(
                     "rank %d was out in step %d, and its peers have not made step %d yet: it waits to be let in, or to "
@@ -130,7 +130,7 @@ class Healing:
                     following - 1,
                     following,
                 )
-            time.sleep(0.005)
+            world.sleep(0.005)
         member.awaits_state = False
 
     def _is_made(self, step: int) -> bool:
@@ -141,17 +141,17 @@ class Healing:
 
     def take_first(self) -> None:
         """Wait for the state before the first step of a rank that comes to a running job, and go on from it."""
-        began_at, heard = time.monotonic(), Heard(self._channel.patience.silent_s, time.monotonic)
+        began_at, heard = world.monotonic(), Heard(self._channel.patience.silent_s, world.monotonic)
         self._member.awaits_state = True
         while (arrival := self._arrival) is None or arrival.state is None or not self._was_reached(arrival.view):
             self._rank.check_ended()
             self._member.is_back = True  # also if it was put out because its state did not come
-            if why := self._given_up(time.monotonic() - began_at, heard):
+            if why := self._given_up(world.monotonic() - began_at, heard):
                 raise PeerFailed(
                     f"rank {self._channel.name} has asked to be let in, and the members "
                     f"({self._membership.inside.named(self._membership.view.ranks)}) have not answered within {why}"
                 )
-            time.sleep(0.005)
+            world.sleep(0.005)
         self._take(arrival.view, arrival.state, loaders_too=True)
         self._member.awaits_state = False
 
@@ -160,7 +160,7 @@ class Healing:
         patience = self._channel.patience
         if waited_s < patience.give_up_s:
             return ""
-        time.sleep(_ASK_S)
+        world.sleep(_ASK_S)
         try:
             places = {rank.place for rank in self._channel.places(self._membership.view.ranks, heard)}
         except StoreUnreachable:
@@ -237,7 +237,7 @@ class Healing:
         return (room := self._room) is not None and room.is_taken  # called by other threads too
 
     def _give(self, step: int) -> None:
-        began_at = time.monotonic()
+        began_at = world.monotonic()
         room, self._room = self._room, None
         try:
             encoded = encode(self._state(), None if room is None else room.memory)
@@ -250,7 +250,7 @@ class Healing:
         _log.info(
             "rank %d: copied its state in %.3f s, into memory that was %s",
             self._channel.name,
-            time.monotonic() - began_at,
+            world.monotonic() - began_at,
             "there" if was_there else "taken for it",
         )
         self._membership.spawn(self._send, encoded, step)
@@ -275,11 +275,11 @@ class Healing:
         return {"module": module, "registered": given}
 
     def _send(self, encoded: Encoded, step: int) -> None:
-        until = time.monotonic() + _SEND_S
+        until = world.monotonic() + _SEND_S
         while (view := self._membership.chain.giving) is None or view.step < step:
-            if time.monotonic() > until:
+            if world.monotonic() > until:
                 return  # the newcomers were not let in after all
-            time.sleep(0.005)
+            world.sleep(0.005)
         if view.step > step:
             return
         for rank in sorted(view.joined):
@@ -304,7 +304,7 @@ class Healing:
         """Go on from a state; ``loaders_too``: as a new process does, whose loop has drawn nothing from them yet."""
         before, arrival = self.report, self._arrival
         if arrival is not None:
-            seconds, nbytes = time.monotonic() - arrival.began_at, _num_bytes(state)
+            seconds, nbytes = world.monotonic() - arrival.began_at, _num_bytes(state)
             self.report = HealingReport(before.num_states + 1, before.nbytes + nbytes, before.seconds + seconds)
         self._arrival = None
         of_model = self._source.taken({name: state[name] for name in ("module", "registered")})
@@ -356,7 +356,7 @@ class _Arrival:
 
     def __init__(self, channel: ElasticChannel, view: View) -> None:
         self.view = view
-        self.began_at = time.monotonic()
+        self.began_at = world.monotonic()
         self.state: dict[str, Any] | None = None
         self.error: Exception | None = None
         self._channel = channel

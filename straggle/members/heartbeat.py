@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from straggle import world
 from straggle.merge.store import peek
 
 BEAT_S = 0.1
@@ -29,18 +28,18 @@ class Heartbeat:
         incarnation: str,
         connect: Callable[[], Any],
         step: Callable[[], int],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = world.clock,
     ) -> None:
         self._key = _key(rank, incarnation)
         self._connect, self._step, self._clock = connect, step, clock
         self._answered_at = clock()
-        self._stopping = threading.Event()
+        self._stopping = world.Event()
         self._life = 0  # the number of the thread in charge: a stuck thread gets a successor
-        self.threads: list[threading.Thread] = []  # those that may still run
+        self.threads: list[world.Thread] = []  # those that may still run
 
     def beat(self, store: Any) -> None:
         """Send a sign now, by this connection."""
-        store.set(self._key, f"{time.monotonic()} {self._step()}")
+        store.set(self._key, f"{world.monotonic()} {self._step()}")
 
     def start(self) -> None:
         """Start the thread."""
@@ -61,7 +60,7 @@ class Heartbeat:
         self._stopping.set()
 
     def _start(self) -> None:
-        thread = threading.Thread(target=self._run, args=(self._life,), name="straggle-heartbeat", daemon=True)
+        thread = world.Thread(target=self._run, args=(self._life,), name="straggle-heartbeat", daemon=True)
         self.threads = [*(old for old in self.threads if old.is_alive()), thread]
         thread.start()
 

@@ -11,15 +11,13 @@ import contextlib
 import logging
 import os
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
-
+from straggle import world
 from straggle.members.agents import Exited, over, post_over
 from straggle.members.connections import Connections
 from straggle.members.failure_detector import FailureDetector, key_of_end
@@ -110,8 +108,8 @@ class Membership:
             exited=exited,
             inside=inside,
         )
-        self._threads: list[threading.Thread] = []
-        self._spawning = threading.Lock()
+        self._threads: list[world.Thread] = []
+        self._spawning = world.Lock()
 
     @property
     def view(self) -> View:
@@ -163,15 +161,15 @@ class Membership:
         Raises `PeerFailed` if not all ranks come within ``limit_s``, in words ``limit``, or if the job is over before
         it has begun.
         """
-        store, until = self.connections.own(), time.monotonic() + limit_s
+        store, until = self.connections.own(), world.monotonic() + limit_s
         arrival = LongArrival(self.inside.rank(self.rank), self._ranks_of(range(self.world_size)))
         self._heartbeat.beat(store)
         store.set(f"hello/{self.rank}", self.incarnation)
         look_at, gone = 0.0, dict[int, str]()
         while not self.chain.find(store):
             missing = [rank for rank in range(self.world_size) if not store.check([f"hello/{rank}"])]
-            if time.monotonic() >= look_at:
-                look_at, gone = time.monotonic() + _DOWN_LOOK_S, self._down(store)
+            if world.monotonic() >= look_at:
+                look_at, gone = world.monotonic() + _DOWN_LOOK_S, self._down(store)
             if not set(missing) - gone.keys():
                 there = [rank for rank in range(self.world_size) if rank not in gone]
                 names = {rank: store.get(f"hello/{rank}").decode() for rank in there}
@@ -181,7 +179,7 @@ class Membership:
                     _log.warning("the job begins with ranks %s: %s", self._ranks_of(there), "; ".join(gone.values()))
             elif (why := over(store)) is not None:
                 raise PeerFailed(f"{self._own}, before step 0: the job is over: {why}")
-            elif time.monotonic() > until:
+            elif world.monotonic() > until:
                 raise PeerFailed(
                     f"{self._own}, before step 0: {self.inside.named(missing)} have not come within "
                     f"{limit or f'{limit_s:g} s'}: "
@@ -189,7 +187,7 @@ class Membership:
                 )
             else:
                 arrival.look(partial(self._ranks_of, missing))
-                time.sleep(0.01)
+                world.sleep(0.01)
         self.detector.start()
         return not (self.is_member and self.view.generation == 0)
 
@@ -219,7 +217,7 @@ class Membership:
         False if a rank was restarted before that: the first view was given up. Raises `PeerFailed` if the others have
         not wrapped theirs within ``limit_s``, in words ``limit``.
         """
-        view, store, until = self.view, self.connections.own(), time.monotonic() + limit_s
+        view, store, until = self.view, self.connections.own(), world.monotonic() + limit_s
         keys = {rank: f"wrapped/{view.job}/{rank}" for rank in self._ranks_of(view.ranks)}
         arrival = LongArrival(self.inside.rank(self.rank), list(keys))
 
@@ -231,12 +229,12 @@ class Membership:
             if self.chain.annulled == view.job:
                 return False
             arrival.look(missing)
-            if time.monotonic() > until:
+            if world.monotonic() > until:
                 raise PeerFailed(
                     f"{self._own}, before step 0: ranks {missing()} have not wrapped the model within "
                     f"{limit or f'{limit_s:g} s'}"
                 )
-            time.sleep(0.005)
+            world.sleep(0.005)
         self.chain.replace(store, view, replace(view, begun=True))
         try:
             self.chain.look(store)
@@ -309,17 +307,17 @@ class Membership:
                 post_over(store, f"{reason}, and too few ranks are left without it")
 
     def _leave_with_the_others(self) -> None:
-        until = time.monotonic() + _LINGER_S
+        until = world.monotonic() + _LINGER_S
         try:
             with self.connections.lent() as store:
                 store.set(key_of_end(self.incarnation, self.inside.rank(self.rank)), "")
                 is_last = store.add(f"ended/{self.incarnation}", 1) >= self.inside.size
-                while self.is_member and time.monotonic() < until:
+                while self.is_member and world.monotonic() < until:
                     own = [self.inside.rank(member) for member in self.view.ranks]
                     signs = signs_of(store, self.view.members, own, self.inside.size)
                     if is_last and min(map(step_in, signs.values())) >= self.step:
                         break
-                    time.sleep(0.02)
+                    world.sleep(0.02)
             if is_last:
                 self.leave(self.why_it_ends)
         except (RuntimeError, OSError, ValueError) as error:
@@ -336,7 +334,7 @@ class Membership:
         It is kept for the next caller: making one takes seconds if a name server does not answer.
         """
         with self.connections.lent() as store:
-            yield dist.PrefixStore(self.inside.key(corner), store)  # type: ignore[attr-defined]
+            yield world.dist.PrefixStore(self.inside.key(corner), store)  # type: ignore[attr-defined]
 
     def publish(self, key: str, word: str) -> None:
         """Write a word for all incarnations of all ranks, unless the key has one."""
@@ -354,9 +352,9 @@ class Membership:
         """Write this again if the store is restarted."""
         self._refill.note(self.inside.key(key), word)
 
-    def spawn(self, target: Callable[..., None], *args: Any) -> threading.Thread:
+    def spawn(self, target: Callable[..., None], *args: Any) -> world.Thread:
         """Start a thread that waits for other ranks and may be abandoned; `close` waits for it for a moment."""
-        thread = threading.Thread(target=target, args=args, name="straggle-members", daemon=True)
+        thread = world.Thread(target=target, args=args, name="straggle-members", daemon=True)
         with self._spawning:
             thread.start()
             self._threads = [*(own for own in self._threads if own.is_alive()), thread]
@@ -370,10 +368,10 @@ class Membership:
         """End the threads."""
         self.detector.stop()
         # a thread that returns from a store request while Python ends would end the process with an error
-        until = time.monotonic() + _END_S
+        until = world.monotonic() + _END_S
         for thread in (*self.detector.threads, *self._heartbeat.threads, *self._threads):
             if thread is not threading.current_thread():
-                thread.join(max(0.0, until - time.monotonic()))
+                thread.join(max(0.0, until - world.monotonic()))
 
     @property
     def _own(self) -> str:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 
 from torch.distributed.c10d_logger import _c10d_logger
 
+from straggle import world
 from straggle.members.membership import Membership
 from straggle.members.view import NOT_KNOWN, SLOW, View
 from straggle.merge.channel import PeerFailed
@@ -68,11 +68,11 @@ class OwnCollectives:
 
     def _wait_for_gone(self) -> str:
         """Who is gone, as soon as the members know it; as such errors go on, only the first one waits for that."""
-        gone, until = self._gone(), time.monotonic() + self._known_s
+        gone, until = self._gone(), world.monotonic() + self._known_s
         if not gone and self._may_wait:
             self._membership.detector.connection_broke()
-            while not (gone := self._gone()) and time.monotonic() < until:
-                time.sleep(0.01)
+            while not (gone := self._gone()) and world.monotonic() < until:
+                world.sleep(0.01)
         self._may_wait = False
         return gone
 

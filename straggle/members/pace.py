@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+
+from straggle import world
 
 _LET_PASS = 6.0  # if merges slow the state down, it is sent for at least a seventh of the time while they run
 _IN_TURNS = 1.0  # if merges do not slow it: they use another link, or wait for a rank
@@ -27,8 +28,8 @@ class Pace:
         presses: Callable[[], bool],
         *,
         rests_s: float = _RESTS_S,
-        now: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        now: Callable[[], float] = world.clock,
+        sleep: Callable[[float], None] = world.pause,
     ) -> None:
         self._is_merging, self._presses, self._rests_s = is_merging, presses, rests_s
         self._now, self._sleep = now, sleep

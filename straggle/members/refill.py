@@ -8,11 +8,11 @@ store had last: a view that only half of the members had seen is superseded.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from straggle import world
 from straggle.members.in_replica import ALONE, InReplica
 from straggle.members.view import View
 from straggle.merge.store import peek
@@ -55,7 +55,7 @@ class Refill:
     def fill(self, store: Any, view: View) -> None:
         """Write what this rank knows; ``view`` is the newest that it has seen. Call it until the store has a view."""
         if self._began_at is None:
-            self._began_at = time.monotonic()
+            self._began_at = world.monotonic()
             name = self._inside.rank(self._rank)
             _log.warning("rank %d: the job's store was restarted; its members write again what it had", name)
         for key, word in list(self._words.items()):
@@ -63,7 +63,7 @@ class Refill:
         key = f"known/{self._inside.rank(self._rank)}"
         store.set(key, view.encode())
         known = {rank: own for rank in range(self._world_size) if (own := self._known(store, rank, view.job))}
-        waited_s = time.monotonic() - self._began_at
+        waited_s = world.monotonic() - self._began_at
         if (again := following(known, waited_s, least=self._least)) is not None:
             word = again.encode()
             if store.compare_set("view", "", word).decode() == word:

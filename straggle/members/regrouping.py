@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
+from straggle import world
 from straggle.members.elastic import ElasticChannel
 from straggle.members.member import Member
 from straggle.members.membership import JobDone, TooFewRanks
@@ -47,7 +46,7 @@ class Regrouping:
         self._channel, self._membership, self._member = channel, channel.membership, member
         self._max_buckets = max_buckets
         self._closing = False
-        self._newer_at = time.monotonic()  # when the members changed last
+        self._newer_at = world.monotonic()  # when the members changed last
         self._asked_at: float | None = None
         self._silence = Silence(_LOOK_S)  # the silence of the job's store
         self.on_joined: Callable[[View], None] | None = None  # called when this rank was let in
@@ -55,7 +54,7 @@ class Regrouping:
         self.is_back: Callable[[], bool] | None = None  # whether the training thread would take a state
         self.on_changed: Callable[[MembersReport], None] | None = None
         self._reported = self._membership.view  # the view up to which changes were reported
-        self._thread = threading.Thread(target=self._run, name="straggle-regrouping", daemon=True)
+        self._thread = world.Thread(target=self._run, name="straggle-regrouping", daemon=True)
 
     def start(self) -> None:
         """Start the thread: from now on the remaining members go on if one leaves."""
@@ -71,7 +70,7 @@ class Regrouping:
 
     def ask(self) -> None:
         """Ask to be let in."""
-        self._asked_at = time.monotonic()
+        self._asked_at = world.monotonic()
         self._membership.joins.ask(self._membership.connections.own())
 
     def ask_anew(self) -> None:
@@ -88,7 +87,7 @@ class Regrouping:
                     self._look()
                 except (dist.DistStoreError, dist.DistNetworkError, OSError):
                     self._membership.connections.forget_own()  # its loss is noticed by the store's silence
-                    time.sleep(_LOOK_S)
+                    world.sleep(_LOOK_S)
         except BaseException as error:
             if not self._closing:
                 self._member.end(error)
@@ -96,7 +95,7 @@ class Regrouping:
                 if isinstance(error, TooFewRanks):
                     self._membership.end(str(error))
                 if self._membership.inside.size > 1:
-                    threading.Thread(target=self._end_process, args=(error,), daemon=True).start()
+                    world.Thread(target=self._end_process, args=(error,), daemon=True).start()
 
     def _end_process(self, error: BaseException) -> None:
         """End this process if it hangs in a collective of the user's, for which others of its replica may not come.
@@ -106,14 +105,14 @@ class Regrouping:
         """
         left_s, whole = _END_S, isinstance(error, TooFewRanks | JobDone | StoreUnreachable)
         while left_s > 0:
-            time.sleep(_LOOK_S)
+            world.sleep(_LOOK_S)
             if self._closing or self._member.knows_end:
                 return
             if self._member.is_in_step or not whole:
                 left_s -= _LOOK_S
         _log.error("%s; this process has not ended by itself in %g s, and is ended", error, _END_S)
         sys.stderr.flush()
-        os._exit(0 if isinstance(error, JobDone) else 1)
+        world.end_process(0 if isinstance(error, JobDone) else 1)
 
     def _look(self) -> None:
         """Do what is due now, or wait for a moment."""
@@ -125,9 +124,9 @@ class Regrouping:
             with contextlib.suppress(ValueError):  # a view of another job, which `FailureDetector` reports
                 self._membership.look()
         if self._membership.chain.wait_newer(self._channel.generation, _ASKED_LOOK_S if asks else _LOOK_S):
-            self._newer_at = time.monotonic()
+            self._newer_at = world.monotonic()
             self._follow()
-        elif time.monotonic() - self._newer_at > _RETURN_S:
+        elif world.monotonic() - self._newer_at > _RETURN_S:
             self._check_number(self._membership.view, with_returning=False)
         if not self._membership.is_member:
             self._check_replica()
@@ -137,7 +136,7 @@ class Regrouping:
         """End the job if its store has been lost for too long: without it no rank can leave or come back."""
         membership = self._membership
         signs = {_ANSWERS: str(membership.detector.num_looks), _TURNS: str(membership.detector.num_turns)}
-        self._silence.look(time.monotonic(), signs)
+        self._silence.look(world.monotonic(), signs)
         if _TURNS in self._silence.longer_than(_STUCK_S):
             membership.detector.connect_anew()
             self._silence.forget(_TURNS)
@@ -150,7 +149,7 @@ class Regrouping:
     def _ask_if_ready(self) -> None:
         if self._asked_at is not None:
             self._membership.joins.check_refused(self._membership.connections.own())
-            if time.monotonic() - self._asked_at > _ASK_AGAIN_S:  # the member that read the request may be gone
+            if world.monotonic() - self._asked_at > _ASK_AGAIN_S:  # the member that read the request may be gone
                 self.ask()
         elif not self._membership.left_for_good and self.is_back is not None and self.is_back():
             self.ask()
@@ -175,7 +174,7 @@ class Regrouping:
             return
         if self._asked_at is not None and not self._member.is_out:
             self._member.put_out()  # the view that put this rank out was skipped: this newer one was there first
-        began_at = time.monotonic()
+        began_at = world.monotonic()
         progress = self._member.freeze()
         joins = progress.step < 0
         if joins and self._channel.rank not in view.joined:  # it was too late for the view that let it in
@@ -192,7 +191,7 @@ class Regrouping:
             self._regroup(view, progress)
         except GroupsChanged:
             return
-        self._report(view, time.monotonic() - began_at)
+        self._report(view, world.monotonic() - began_at)
 
     def _check_replica(self) -> None:
         """Raise `PeerFailed` if this rank's replica is no longer whole, and is not to end."""
@@ -275,15 +274,15 @@ class Regrouping:
     def _await_view(self, held: Hold) -> None:
         """Wait for the view in which newcomers come in or others are gone; this rank writes it if it leads."""
         membership = self._membership
-        began = time.monotonic()
+        began = world.monotonic()
         # also if they have changed for another reason: other shards, not as far, wait for newcomers all the same
         if held.leads and not held.leaving and membership.view.step < held.step:
             self._await_replica(held.step, began + _REPLICA_S)
             membership.admit(held.step)
-        while not self._has_come(held) and (waited_s := time.monotonic() - began) < _VIEW_S:
+        while not self._has_come(held) and (waited_s := world.monotonic() - began) < _VIEW_S:
             if held.leaving and (held.leads or waited_s > _LEADER_S):
                 membership.let_go(held.leaving)
-            time.sleep(0.002)
+            world.sleep(0.002)
             membership.look()
         if not self._has_come(held) and membership.is_member and not self._closing:
             membership.go_on()  # nothing is merged before there is a view
@@ -299,5 +298,5 @@ class Regrouping:
 
     def _await_replica(self, step: int, until: float) -> None:
         """Wait until all ranks of this one's replica are at ``step``: others' gradients may be on their way there."""
-        while self._membership.inside.size > 1 and self._member.agreed_in < step - 1 and time.monotonic() < until:
-            time.sleep(0.002)
+        while self._membership.inside.size > 1 and self._member.agreed_in < step - 1 and world.monotonic() < until:
+            world.sleep(0.002)

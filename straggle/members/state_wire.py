@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import math
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+
+from straggle import world
 
 Path: TypeAlias = "tuple[str | int, ...]"
 Form: TypeAlias = "tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]"  # of a tensor: its shape and its strides
@@ -87,7 +88,7 @@ def send(
     peer: int,
     pause: Callable[[int, float], None] = lambda *_: None,
     *,
-    now: Callable[[], float] = time.monotonic,
+    now: Callable[[], float] = world.clock,
 ) -> None:
     """Send a state to the other member of a ``ProcessGroupGloo``, which must call `receive`.
 

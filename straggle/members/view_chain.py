@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import threading
 from typing import Any, NamedTuple
 
+from straggle import world
 from straggle.members.stored_view import StoredView, StoreEmptied
 from straggle.members.view import Change, View
 
@@ -35,7 +35,7 @@ class ViewChain:
         self.left: Change | None = None  # why this member is in no view now, if a view that was seen has it
         self.changes: dict[tuple[int, bool], Change] = {}  # how each rank left and joined last, in views that were seen
         self._stored = stored
-        self._changed = threading.Condition()
+        self._changed = world.Condition()
         self._view: View | None = None
 
     @property

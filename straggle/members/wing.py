@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import time
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
+from straggle import world
 from straggle.members.ask_replica import AskReplica
 from straggle.members.completion import MembersCompletion
 from straggle.members.elastic import ElasticChannel
@@ -202,10 +202,10 @@ class Members(Wing):
 
     def _await_view_without_replica(self) -> None:
         """A collective inside of the replica broke: raise `PeerFailed` if the members find a rank of it gone soon."""
-        membership, until = self.channel.membership, time.monotonic() + _GONE_S
+        membership, until = self.channel.membership, world.monotonic() + _GONE_S
         membership.detector.connection_broke(of_replica=True)
-        while time.monotonic() < until and not membership.lost:
-            time.sleep(0.01)
+        while world.monotonic() < until and not membership.lost:
+            world.sleep(0.01)
         self._rank.check_ended()
         if not membership.is_member:
             membership.left_for_good = True  # what the ranks of the replica have in common is broken

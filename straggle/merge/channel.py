@@ -9,7 +9,6 @@ import contextlib
 import json
 import logging
 import math
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from straggle import world
 from straggle.merge.arrivals import why_not_all
 from straggle.merge.groups import (
     OWN_GROUP,
@@ -48,7 +48,6 @@ from straggle.merge.last_words import (
     Progress,
     abandon,
     absent,
-    in_this_process,
     leave_groups,
     leave_word,
     report_end,
@@ -97,15 +96,15 @@ class Channel:
     def __init__(
         self, process_group: dist.ProcessGroup | None, *, give_up_s: float, names: Sequence[int] | None = None
     ) -> None:
-        if not dist.is_available() or not dist.is_initialized():
+        if not world.dist.is_available() or not world.dist.is_initialized():
             raise RuntimeError(
                 "straggle needs a process group: launch with torchrun and call torch.distributed.init_process_group() "
                 "before StagedDataParallel(model)"
             )
-        parent = process_group or dist.group.WORLD
+        parent = process_group or world.dist.group.WORLD
         assert parent is not None
         self.give_up_s, self.patience = give_up_s, Patience(give_up_s, self._time_limit_of(parent))
-        self.rank, self.world_size = dist.get_rank(parent), dist.get_world_size(parent)
+        self.rank, self.world_size = world.dist.get_rank(parent), world.dist.get_world_size(parent)
         self.names = names or range(self.world_size)
         self.epoch = 0  # number of the groups, which never change here
         self._progress = Progress(in_flight_s=self.patience.outside_s + MORE_S)
@@ -128,7 +127,7 @@ class Channel:
             sign=partial(_sign, self._progress, self.rank, count()),
         )
         leave = partial(leave_groups, self._gloo_groups, self._job_groups, self._progress)
-        end = in_this_process(report_end)
+        end = world.in_this_process(report_end)
         self._finalizer = weakref.finalize(self, end, self.store, self.rank, self.name, self._progress, leave)
 
     @staticmethod  # a bound method would keep this object alive as long as the store's thread
@@ -140,7 +139,7 @@ class Channel:
 
     def _meet(self, parent: dist.ProcessGroup) -> str:
         """Form the groups; returns the prefix in the store for these ranks' messages."""
-        ranks = dist.get_process_group_ranks(parent)
+        ranks = world.dist.get_process_group_ranks(parent)
         check_answers(default_store(), self.give_up_s)
         limit = f"within {self.patience.words('outside')}"
         try:
@@ -172,7 +171,7 @@ class Channel:
     def _form(self, ranks: Sequence[int], backend: str) -> str:
         limit_s = self.patience.outside_s
         timeout = timedelta(seconds=self.give_up_s)  # all ranks are there
-        control = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True, group_desc=OWN_GROUP)
+        control = world.dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True, group_desc=OWN_GROUP)
         corner = f"straggle/{control.group_name}"
         if backend == "gloo":
             number = messages_at_a_time(JobGroup(control), self.world_size)
@@ -191,7 +190,7 @@ class Channel:
         server = default_store()
         limit = server.timeout
         try:
-            store = dist.PrefixStore(corner, server)  # type: ignore[attr-defined]
+            store = world.dist.PrefixStore(corner, server)  # type: ignore[attr-defined]
             group = gloo_group(store, self.rank, self.world_size, self.give_up_s, at_a_time=number)
             group._set_default_timeout(timedelta(seconds=self.patience.outside_s + MORE_S))
             self._gloo_groups.append(group)
@@ -390,10 +389,10 @@ class Channel:
         A long wait is logged now and then, with the awaited ranks and what they are doing. The store is asked only for
         that and whether a peer has ended, for at most half a second.
         """
-        until, long_wait = math.inf if give_up_s is None else time.monotonic() + give_up_s, None
-        while not self._ended(work, what, max(0.0, min(_SLICE_S, self.give_up_s / 2, until - time.monotonic()))):
+        until, long_wait = math.inf if give_up_s is None else world.monotonic() + give_up_s, None
+        while not self._ended(work, what, max(0.0, min(_SLICE_S, self.give_up_s / 2, until - world.monotonic()))):
             long_wait = long_wait or LongWait(self, key or str(step), what)
-            if time.monotonic() >= until or self._is_in_vain(step):
+            if world.monotonic() >= until or self._is_in_vain(step):
                 raise self._lost(what)
             self.store.look()
             if why := long_wait.look():
@@ -493,21 +492,21 @@ class Channel:
             self.post_failure(own)
         self._progress.explained = True  # this rank ends because of others
         try:
-            return f"{what}: {self._reason(time.monotonic() + wait_s, why)}"
+            return f"{what}: {self._reason(world.monotonic() + wait_s, why)}"
         except StoreUnreachable as error:
             return f"{what}: no answer from peers, and {error}{why and f' ({why})'}"
 
     def _reason(self, until: float, why: str) -> str:
         def ask(request: Callable[[Any], Any]) -> Any:
-            return self.store.ask(request, max(until - time.monotonic(), _SLICE_S))
+            return self.store.ask(request, max(until - world.monotonic(), _SLICE_S))
 
         # for ranks that wait for this one, and not for the one that is gone
         ask(partial(leave_word, f"survivor/{self.rank}", "", TROUBLE))
         while not (reasons := ask(self._reasons)):
             missing = ask(lambda store: absent(store, "survivor", range(self.world_size)))
-            if not missing or time.monotonic() > until:
+            if not missing or world.monotonic() > until:
                 return self._first_given_up(missing, why)
-            time.sleep(0.05)
+            world.sleep(0.05)
         return "; ".join(reasons)
 
     def _first_given_up(self, missing: Sequence[int], why: str) -> str:

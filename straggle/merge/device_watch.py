@@ -12,12 +12,11 @@ import logging
 import math
 import os
 import sys
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from straggle import world
 from straggle.backward.device import Device
 from straggle.merge.channel import Channel, PeerFailed
 
@@ -90,7 +89,7 @@ class DeviceWatch:
         channel: Channel,
         tell: Callable[[PeerFailed], None],
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = world.clock,
         end_process: Callable[[str], None] | None = None,
     ) -> None:
         self.device, self.now = device, clock
@@ -102,7 +101,7 @@ class DeviceWatch:
         self._free: list[Any] = []  # marks to be used again
         self._trouble_at = math.inf  # when a peer was first seen to have failed
         self._queue: Callable[[], object] = object
-        self._closing = threading.Event()
+        self._closing = world.Event()
         channel.own_failure = self.own_failure
 
     def begin(self, step: int, names: Sequence[str]) -> QueuedStep:
@@ -112,7 +111,7 @@ class DeviceWatch:
     def start(self, queue: Callable[[], object]) -> None:
         """Look now and then from here on; ``queue()`` is that of the training thread."""
         self._queue = queue
-        threading.Thread(target=self._run, name="straggle-device-watch", daemon=True).start()
+        world.Thread(target=self._run, name="straggle-device-watch", daemon=True).start()
 
     def forget_before(self, queued: QueuedStep) -> None:
         """Forget steps before this one: those that are over, and those whose merge the training thread passed over.
@@ -244,9 +243,9 @@ class DeviceWatch:
         atexit.register(self._end_if_stuck, found, words)
         self._channel.abort()
         self._tell(self.error)
-        until = time.monotonic() + LEAVE_S
-        while time.monotonic() < until:
-            time.sleep(_LOOK_S)
+        until = world.monotonic() + LEAVE_S
+        while world.monotonic() < until:
+            world.sleep(_LOOK_S)
             if self._ready(found.mark):
                 return  # the training thread comes back, if it was in the driver at all
         self._end_if_stuck(found, words)
@@ -276,12 +275,12 @@ def _end_process(words: str) -> None:
 
     if not _within(_ANSWER_S, last_words):
         os.write(2, f"{words}\n".encode())
-    os._exit(1)
+    world.end_process(1)
 
 
 def _within(seconds: float, call: Callable[[], None]) -> bool:
     """Whether ``call()``, on a thread of its own, is over within this time."""
-    thread = threading.Thread(target=call, daemon=True)
+    thread = world.Thread(target=call, daemon=True)
     try:
         thread.start()
     except RuntimeError:  # the interpreter is about to end, and starts none

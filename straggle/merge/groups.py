@@ -6,8 +6,6 @@ import contextlib
 import ctypes
 import math
 import os
-import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from straggle import world
 from straggle.policies.merge_time import MESSAGES_AT_A_TIME, QUICK_AT_A_TIME, QUICK_S
 
 OWN_GROUP = "straggle"  # the description of its groups, in torch's records of collectives
@@ -58,20 +57,20 @@ class JobGroup:
         return self._group.allreduce([tensor])  # what torch does around it costs as much as the launch
 
     def all_gather(self, tensors: Sequence[Tensor], tensor: Tensor) -> dist.Work:
-        return _begun(dist.all_gather(list(tensors), tensor, group=self._group, async_op=True))
+        return _begun(world.dist.all_gather(list(tensors), tensor, group=self._group, async_op=True))
 
     def broadcast(self, tensor: Tensor, source: int) -> dist.Work:
-        return _begun(dist.broadcast(tensor, group=self._group, group_src=source, async_op=True))
+        return _begun(world.dist.broadcast(tensor, group=self._group, group_src=source, async_op=True))
 
     def barrier(self) -> dist.Work:
-        return _begun(dist.barrier(self._group, async_op=True))
+        return _begun(world.dist.barrier(self._group, async_op=True))
 
     def drop(self) -> None:
-        dist.destroy_process_group(self._group)
+        world.dist.destroy_process_group(self._group)
 
     def limit(self, seconds: float) -> None:
         """End collectives that are launched from now on after so long."""
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), self._group)
+        world.dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), self._group)
 
     def set_aside(self, limit_s: float) -> None:
         """Do not free it before what may be on its way has ended, after ``limit_s`` at most."""
@@ -87,10 +86,10 @@ class QueuedGroup(JobGroup):
 
         The backend's own watchdog, which ends the process without a word of ours, gives up long after ranks do.
         """
-        group = dist.new_group(
+        group = world.dist.new_group(
             list(ranks), timedelta(seconds=limit_s), backend, use_local_synchronization=True, group_desc=OWN_GROUP
         )
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2 * limit_s + _WATCHDOG_S), group)
+        world.dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2 * limit_s + _WATCHDOG_S), group)
         return cls(group)
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -106,7 +105,7 @@ class QueuedGroup(JobGroup):
             return
         self._is_aborted = True
         self.set_aside(math.inf)
-        thread = threading.Thread(target=_abort, args=(self._group,), name="straggle-abort", daemon=True)
+        thread = world.Thread(target=_abort, args=(self._group,), name="straggle-abort", daemon=True)
         with contextlib.suppress(RuntimeError):  # the interpreter is about to end, and starts no thread
             thread.start()
             thread.join(wait_s)
@@ -125,7 +124,7 @@ class GlooCollectives:
         return self._launched(self._group.allgather([list(tensors)], [tensor]))
 
     def broadcast(self, tensor: Tensor, source: int) -> dist.Work:
-        options = dist.BroadcastOptions()
+        options = world.dist.BroadcastOptions()
         options.rootRank = source
         return self._launched(self._group.broadcast([tensor], options))
 
@@ -152,7 +151,7 @@ class GlooGroup(GlooCollectives):
         super().__init__(gloo_group(store, place, size, form_s))
         self._group._set_default_timeout(timedelta(seconds=limit_s))
         self._works: set[dist.Work] = set()  # any thread may launch one
-        self._finalizer = weakref.finalize(self, _set_aside, self._group, self._works)
+        self._finalizer = weakref.finalize(self, world.in_this_process(_set_aside), self._group, self._works)
 
     def drop(self) -> None:
         """Use it no more."""
@@ -183,15 +182,15 @@ class Polled:
 
     def wait(self, timeout: timedelta = timedelta.max) -> bool:
         """Wait for so long. Raises ``RuntimeError`` if it is not over then, or failed."""
-        until = time.monotonic() + timeout.total_seconds()
+        until = world.monotonic() + timeout.total_seconds()
         while not self._work.is_completed():
-            if time.monotonic() >= until:
+            if world.monotonic() >= until:
                 raise RuntimeError("not yet")
-            time.sleep(_POLL_S)
+            world.sleep(_POLL_S)
         return bool(self._work.wait())  # makes this thread's queue wait, and raises the collective's error
 
 
-def messages_at_a_time(group: Group, size: int, clock: Callable[[], float] = time.monotonic) -> int:
+def messages_at_a_time(group: Group, size: int, clock: Callable[[], float] = world.clock) -> int:
     """How many messages should be on their way at a time between these ranks, by what a small one takes in ``group``.
 
     All of its ``size`` ranks ask, and get the same answer.
@@ -211,8 +210,8 @@ def backend_of(group: dist.ProcessGroup | None = None) -> str:
 
     ``init_process_group()`` chooses it by itself, and calls it "undefined" then.
     """
-    each = {kind.partition(":")[2] for kind in str(dist.get_backend_config(group)).split(",")}
-    return each.pop() if len(each) == 1 else str(dist.get_backend(group))
+    each = {kind.partition(":")[2] for kind in str(world.dist.get_backend_config(group)).split(",")}
+    return each.pop() if len(each) == 1 else str(world.dist.get_backend(group))
 
 
 def time_limit_of(group: dist.ProcessGroup) -> float:
@@ -226,7 +225,7 @@ def time_limit_of(group: dist.ProcessGroup) -> float:
             limits.append(group._get_backend(device).options._timeout.total_seconds())
     if limits:
         return float(min(limits))
-    return dist.distributed_c10d._get_default_timeout(dist.Backend(backend_of(group))).total_seconds()
+    return world.dist.distributed_c10d._get_default_timeout(world.dist.Backend(backend_of(group))).total_seconds()
 
 
 def gloo_group(store: Any, place: int, size: int, form_s: float, *, at_a_time: int = MESSAGES_AT_A_TIME) -> Any:
@@ -235,7 +234,7 @@ def gloo_group(store: Any, place: int, size: int, form_s: float, *, at_a_time: i
     All connections are made at once, whatever TORCH_GLOO_LAZY_INIT says: a rank that is missing is to be seen here.
     Raises ``RuntimeError`` if not all come within ``form_s``.
     """
-    kind: Any = dist.ProcessGroupGloo
+    kind: Any = world.dist.ProcessGroupGloo
     options = kind._Options()
     options._devices, options._timeout = _devices(kind), timedelta(seconds=form_s)
     options._threads = at_a_time
@@ -297,7 +296,7 @@ def is_of_peer(error: BaseException) -> bool:
 def _abort(group: dist.ProcessGroup) -> None:
     # the user may have destroyed it, or destroy it meanwhile; and nccl raises if that takes long
     with contextlib.suppress(RuntimeError, ValueError, LookupError, AssertionError):
-        dist.distributed_c10d._abort_process_group(group)
+        world.dist.distributed_c10d._abort_process_group(group)
 
 
 def _begun(work: dist.Work | None) -> dist.Work:
@@ -312,16 +311,16 @@ class _Limit:
     until: float
 
     def is_completed(self) -> bool:
-        return time.monotonic() >= self.until
+        return world.monotonic() >= self.until
 
 
 # groups that are not used any more, and what was launched in them; a deque, as a finalizer may come at any time
-_dropped: deque[tuple[Any, set[Any]]] = deque()
+_dropped = world.OfProcess(deque[tuple[Any, set[Any]]])
 
 
 def set_aside(group: Any, limit_s: float) -> None:
     """Keep a group in which something may be on its way, nobody knows what: for its time limit ``limit_s``."""
-    _set_aside(group, {_Limit(time.monotonic() + limit_s)})
+    _set_aside(group, {_Limit(world.monotonic() + limit_s)})
 
 
 def _set_aside(group: Any, works: set[Any]) -> None:
@@ -330,7 +329,7 @@ def _set_aside(group: Any, works: set[Any]) -> None:
     Freeing it before that waits for it, and so would Python as it ends: that never frees what has one reference more.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-    _dropped.append((group, works))
+    _dropped.here.append((group, works))
     let_go()
 
 
@@ -340,14 +339,15 @@ def let_go() -> bool:
     gloo closes the connections of a group one after another, 10 ms each. Each collective has a part in them: while one
     is held, peers whose collectives need this rank are not told that it is gone.
     """
-    for _ in range(len(_dropped)):
+    dropped = _dropped.here
+    for _ in range(len(dropped)):
         try:
-            group, works = _dropped.popleft()
+            group, works = dropped.popleft()
         except IndexError:  # another thread has it
             break
         if all(work.is_completed() for work in works):
             works.clear()
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
         else:
-            _dropped.append((group, works))
-    return not _dropped
+            dropped.append((group, works))
+    return not dropped

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -82,17 +81,6 @@ def leave_groups(groups: list[Any], job_groups: list[JobGroup], progress: Progre
         group = groups.pop()
         if progress.explained:
             set_aside(group, progress.in_flight_s)
-
-
-def in_this_process(call: Callable[..., None]) -> Callable[..., None]:
-    """``call``, which does nothing in a process forked from this one: a child that saves and ends is no rank."""
-    own = os.getpid()
-
-    def unless_forked(*args: Any) -> None:
-        if os.getpid() == own:
-            call(*args)
-
-    return unless_forked
 
 
 def report_end(store: JobStore, rank: int, name: int, progress: Progress, leave: Callable[[], None]) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from straggle import world
 from straggle.merge.patience import Awaited, Heard, Patience, judged
 from straggle.merge.store import StoreUnreachable
 
@@ -41,7 +41,7 @@ class LongWait:
     have not come, and not long before it could be time.
     """
 
-    def __init__(self, peers: Peers, key: str, what: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, peers: Peers, key: str, what: str, clock: Callable[[], float] = world.clock) -> None:
         self._peers, self._key, self._what, self._clock = peers, key, what, clock
         self._heard = Heard(peers.patience.silent_s, clock)
         self._began_at = clock()

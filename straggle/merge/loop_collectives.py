@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-import torch.distributed as dist
-
+from straggle import world
 from straggle.merge.groups import OWN_GROUP
 
 
@@ -28,7 +27,7 @@ class LoopCollectives:
 
     def begin(self) -> None:
         """A step begins."""
-        if len(dist.distributed_c10d._world.pg_map) != self._num_known:
+        if len(world.dist.distributed_c10d._world.pg_map) != self._num_known:
             self._look()
         self._before = [number() for _, number in self._groups]
 
@@ -48,7 +47,7 @@ class LoopCollectives:
         self._groups, self._before, self._num_known = [], [], 0
 
     def _look(self) -> None:
-        known = dist.distributed_c10d._world.pg_map
+        known = world.dist.distributed_c10d._world.pg_map
         self._num_known = len(known)
         self._groups = [
             (group.group_name, number) for group in tuple(known) if self._counts(group) for number in _numbers(group)
@@ -57,7 +56,7 @@ class LoopCollectives:
     def _counts(self, group: Any) -> bool:
         if group.group_desc == OWN_GROUP:
             return False
-        ranks = dist.get_process_group_ranks(group)
+        ranks = world.dist.get_process_group_ranks(group)
         return len(ranks) > 1 and not self._replica.issuperset(ranks)
 
 

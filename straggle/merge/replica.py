@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from straggle import world
 from straggle.merge.channel import Channel
 from straggle.merge.groups import succeeds
 from straggle.merge.long_wait import LONG_S
@@ -136,7 +136,7 @@ class Replica:
             channel.tell(own)
             return
         inside.tell(own)
-        channel.tell(partial(_place_inside, own, inside, Heard(inside.patience.silent_s, time.monotonic)))
+        channel.tell(partial(_place_inside, own, inside, Heard(inside.patience.silent_s, world.monotonic)))
 
     @staticmethod
     def of_one_rank(channel: Channel) -> Replica:

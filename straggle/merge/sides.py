@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import sys
-import threading
 from typing import NamedTuple
 
+from straggle import world
 from straggle.backward.clocks import Stopwatch
 from straggle.merge.fingerprint import Fingerprint
 from straggle.merge.loop_collectives import LoopCollectives
@@ -262,8 +262,8 @@ class MergeSide:
     """
 
     def __init__(self, stopwatch: Stopwatch) -> None:
-        self.lock = threading.Lock()
-        self.step_merged = threading.Condition(self.lock)
+        self.lock = world.Lock()
+        self.step_merged = world.Condition(self.lock)
         self.step = 0
         self.round: Round | None = None  # `None` until a thread has something for it
         self.takes_part_from = 0  # the step from which on this rank takes part; `sys.maxsize`: it is not known

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 
+from straggle import world
 from straggle.backward.device import Device
 from straggle.backward.device_clock import DeviceClock, Limit
 from straggle.merge.channel import Channel, PeerFailed
@@ -59,8 +60,8 @@ class StandIn:
         self._device = device
         self.device_clock: DeviceClock | None = None  # if ranks are late by their devices
         self.waits_for_room = True  # after `max_lag` merged steps the peers wait for this rank
-        self._wakes = threading.Condition(merging.lock)
-        self._thread: threading.Thread | None = None
+        self._wakes = world.Condition(merging.lock)
+        self._thread: world.Thread | None = None
         self._closing = False
         self._paused = False
         self._rests = False
@@ -92,7 +93,7 @@ class StandIn:
         thread refers to both, so their owner is free once it has ended.
         """
         work = (submit_for_stuck, complete)
-        self._thread = threading.Thread(target=self._run, args=work, name="straggle-stand-in", daemon=True)
+        self._thread = world.Thread(target=self._run, args=work, name="straggle-stand-in", daemon=True)
         self._thread.start()
 
     def close(self) -> None:

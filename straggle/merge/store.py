@@ -10,14 +10,14 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
-import torch.distributed as dist
+from straggle import world
 
 ANSWER_S = 2.0  # without an answer by then, a request has failed
 _LOOK_S = 1.0
@@ -30,6 +30,7 @@ _UNREACHABLE = (RuntimeError, OSError, futures.TimeoutError)
 _log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
+_Requests: TypeAlias = "SimpleQueue[tuple[Callable[[Any], Any], futures.Future[Any]] | None]"
 
 
 class StoreUnreachable(RuntimeError):
@@ -63,8 +64,8 @@ class JobStore:
         self._watched, self._look_s, self._sign = tuple(watched), look_s, sign
         self._connection = _Connection(connect)  # written by the watching thread
         self._problem: str | None = None  # why the store is lost; written by the watching thread
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="straggle-store", daemon=True)
+        self._closing = world.Event()
+        self._thread = world.Thread(target=self._watch, name="straggle-store", daemon=True)
         self._thread.start()
 
     @property
@@ -93,15 +94,15 @@ class JobStore:
     def close(self) -> None:
         """Carry out what was posted, as far as the store answers, and end the threads."""
         self._closing.set()
-        until = time.monotonic() + ANSWER_S
+        until = world.monotonic() + ANSWER_S
         self._end(self._thread, until)  # it may be in a look
         self._connection.close()
         self._end(self._connection.thread, until)
 
-    def _end(self, thread: threading.Thread, until: float) -> None:
+    def _end(self, thread: world.Thread, until: float) -> None:
         # a finalizer may run on any thread, also on this one
         if self._problem is None and thread is not threading.current_thread():
-            thread.join(max(0.0, until - time.monotonic()))
+            thread.join(max(0.0, until - world.monotonic()))
 
     def check(self) -> None:
         """Raise `StoreUnreachable` if the store is known not to answer."""
@@ -134,18 +135,18 @@ class JobStore:
 
     def _find(self, asked: dict[futures.Future[None], _Connection]) -> None:
         """Wait until one of these connections answers, or a new one; try a new one every few seconds."""
-        lost_at = asked_at = time.monotonic()
+        lost_at = asked_at = world.monotonic()
         while not self._closing.wait(_LOOK_S):
             for answer in [answer for answer in asked if answer.done()]:
                 connection = asked.pop(answer)
                 if answer.exception() is None:
-                    self._use(connection, time.monotonic() - lost_at)
+                    self._use(connection, world.monotonic() - lost_at)
                     break
                 connection.close()
             if self._problem is None:
                 break
-            if len(asked) < _MAX_UNANSWERED and time.monotonic() - asked_at >= _RETRY_S:
-                asked_at, connection = time.monotonic(), _Connection(self._connect)
+            if len(asked) < _MAX_UNANSWERED and world.monotonic() - asked_at >= _RETRY_S:
+                asked_at, connection = world.monotonic(), _Connection(self._connect)
                 asked[connection.submit(self._look)] = connection
         for connection in asked.values():
             connection.close()
@@ -176,14 +177,14 @@ class _Connection:
     """One client of the store, on a thread that does nothing else."""
 
     def __init__(self, connect: Callable[[], Any]) -> None:
-        self._requests: SimpleQueue[tuple[Callable[[Any], Any], futures.Future[Any]] | None] = SimpleQueue()
-        self.thread = threading.Thread(
+        self._requests: _Requests = world.SimpleQueue()
+        self.thread = world.Thread(
             target=_serve, args=(connect, self._requests), name="straggle-store-connection", daemon=True
         )
         self.thread.start()
 
     def submit(self, request: Callable[[Any], Answer]) -> futures.Future[Answer]:
-        answer: futures.Future[Answer] = futures.Future()
+        answer: futures.Future[Answer] = world.Future()
         self._requests.put((request, answer))
         return answer
 
@@ -192,9 +193,7 @@ class _Connection:
         self._requests.put(None)
 
 
-def _serve(
-    connect: Callable[[], Any], requests: SimpleQueue[tuple[Callable[[Any], Any], futures.Future[Any]] | None]
-) -> None:
+def _serve(connect: Callable[[], Any], requests: _Requests) -> None:
     store = None
     while (item := requests.get()) is not None:
         request, answer = item
@@ -211,7 +210,8 @@ def _awaited(answer: futures.Future[None], limit_s: float) -> None:
     """Wait for the answer for ``limit_s``, in parts: while the process is stopped, only one part passes."""
     parts = 4
     for _ in range(parts - 1):
-        if futures.wait([answer], limit_s / parts).done:
+        with suppress(futures.TimeoutError):
+            answer.exception(limit_s / parts)
             break
     answer.result(limit_s / parts)
 
@@ -233,7 +233,7 @@ def peek(store: Any, key: str) -> str | None:
 
 def default_store() -> Any:
     """The store of the default process group."""
-    return dist.distributed_c10d._get_default_store()
+    return world.dist.distributed_c10d._get_default_store()
 
 
 def check_answers(store: Any, limit_s: float) -> None:
@@ -250,9 +250,9 @@ def check_answers(store: Any, limit_s: float) -> None:
 def place_of(store: Any) -> str:
     """The place of a store, in words."""
     server = server_of(store)
-    if isinstance(server, dist.TCPStore):  # type: ignore[attr-defined]
+    if isinstance(server, world.dist.TCPStore):  # type: ignore[attr-defined]
         return f"the job's store at {server.host}:{server.port}"
-    if isinstance(server, dist.FileStore):  # type: ignore[attr-defined]
+    if isinstance(server, world.dist.FileStore):  # type: ignore[attr-defined]
         return f"the job's store in the file {server.path}"  # type: ignore[attr-defined]
     return "the job's store"
 
@@ -260,19 +260,19 @@ def place_of(store: Any) -> str:
 def connect(store: Any, prefix: str) -> Any:
     """A new connection to ``store`` under a prefix; raises if it cannot be made, and may block."""
     server = server_of(store)
-    if isinstance(server, dist.TCPStore):  # type: ignore[attr-defined]
+    if isinstance(server, world.dist.TCPStore):  # type: ignore[attr-defined]
         # without a server, torch would try for the store's time limit, which is minutes
         socket.create_connection((server.host, server.port), _CONNECT_S).close()
-    return dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
+    return world.dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
 
 
 def connect_all(store: Any, prefix: str) -> Any:
     """A new connection under a prefix that stays the same when a process is restarted; raises as `connect` does."""
-    return dist.PrefixStore(prefix, connect(server_of(store), "").underlying_store)  # type: ignore[attr-defined]
+    return world.dist.PrefixStore(prefix, connect(server_of(store), "").underlying_store)  # type: ignore[attr-defined]
 
 
 def server_of(store: Any) -> Any:
     """The store itself, without its prefixes."""
-    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+    while isinstance(store, world.dist.PrefixStore):  # type: ignore[attr-defined]
         store = store.underlying_store
     return store

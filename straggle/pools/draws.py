@@ -10,13 +10,12 @@ here, and the lock of the merge guards what they share.
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
+from straggle import world
 from straggle.merge.store import Asked, JobStore, StoreUnreachable
 from straggle.pools.pool import Claim, Count, Drawer, Owner, Pool, Release, Request, Seize
 
@@ -100,7 +99,7 @@ class Draws:
     """
 
     def __init__(
-        self, pool: Pool, rank: int, step: int, store: JobStore, counters: StoreCounters, lock: threading.Lock
+        self, pool: Pool, rank: int, step: int, store: JobStore, counters: StoreCounters, lock: world.Lock
     ) -> None:
         self.numbers: list[int] = []
         self.exhausted = not pool.drawn
@@ -138,7 +137,7 @@ class Draws:
         self.ask()
         if self._asked is None:
             return
-        began_at, asked, self._asked = time.monotonic(), self._asked, None
+        began_at, asked, self._asked = world.monotonic(), self._asked, None
         try:
             more = asked.answer()
         except StoreUnreachable as error:
@@ -149,7 +148,7 @@ class Draws:
                 # no thread writes it now, unless something was put back meanwhile, which can then be drawn
                 nothing_left = not more or self._drawer.request(self._pool) is None
                 self.exhausted = nothing_left and not self._asked_before
-        self.waited_s += time.monotonic() - began_at
+        self.waited_s += world.monotonic() - began_at
 
     def left(self, gone: frozenset[int]) -> None:
         """These members have left: open their sure shares, if this rank still draws."""

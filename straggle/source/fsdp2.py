@@ -6,7 +6,6 @@ Some of it has no public name in torch. All of that is in this file, and `check_
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -18,6 +17,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
+
+from straggle import world
 
 _NEEDED = ("reset_iter_state", "set_force_sum_reduction_for_comms", "reshard", "_get_fsdp_state")
 
@@ -189,7 +190,7 @@ class Inside:
     ``num_replicas``: over which they are merged. `waited_s` may be read by any thread.
     """
 
-    def __init__(self, num_replicas: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, num_replicas: int = 1, clock: Callable[[], float] = world.clock) -> None:
         self.factor = 1.0
         self.num_replicas = num_replicas
         self._clock = clock

@@ -112,13 +112,10 @@ class KeptGradients:
         ``last``: those that this rank itself kept when it last decided. False if it cannot know which ones they kept.
         """
         self.put_back()
-        # the loop may have put others in their place, which do not count: those of before are as they were
-        entered = {index: own for index, (own, version) in self._entered.items() if own._version == version}
         there = self._take(looks=True)
-        known = entered | there
-        for choice in ([], list(there), list(known), [index for index in last if index in known]):
+        for choice in ([], list(there), [index for index in last if index in there]):
             if mark_of(choice) == decision:
-                self._settle({index: known[index] for index in choice})
+                self._settle({index: there[index] for index in choice})
                 return True
         self._settle(there)
         return False

@@ -13,6 +13,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from straggle import world
+
 Kind = Literal["stuck", "collective", "inside", "waits", "paused"]
 
 _TEXT_S = 1.0  # the file system of the source may hang, too
@@ -168,7 +170,7 @@ def _working_folder() -> tuple[str, ...]:
 def text_of(frame: Frame) -> str:
     """The source line of a frame; empty if there is none, or if it cannot be read within a second."""
     found = list[str]()
-    reads = threading.Thread(target=lambda: found.append(linecache.getline(frame.file, frame.line)), daemon=True)
+    reads = world.Thread(target=lambda: found.append(linecache.getline(frame.file, frame.line)), daemon=True)
     reads.start()
     reads.join(_TEXT_S)
     text = found[0].strip() if found else ""

@@ -10,13 +10,13 @@ import contextlib
 import logging
 import math
 import threading
-import time
 import weakref
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
+from straggle import world
 from straggle.loop.hook_registers import HookRegisters
 from straggle.members.agents import post_silent
 from straggle.merge.last_words import words_under
@@ -50,9 +50,9 @@ class StuckWatch(Wing):
         self._speak_s = min(LONG_S, stuck_after_s / 2)  # from then on the peers are told, so that they know in time
         self._hooks = weakref.ref(registers)  # a user's hooks may refer to the model, which ends this thread
         self._ident = threading.get_ident()
-        self._closing = threading.Event()
+        self._closing = world.Event()
         self._debug_server = DebugServer(self.described)
-        self._thread: threading.Thread | None = None
+        self._thread: world.Thread | None = None
         # by the thread
         self._posted = 0  # states in a row
         self._posted_in = -1  # the step of the last one
@@ -74,7 +74,7 @@ class StuckWatch(Wing):
         if self._limit_s == math.inf or self._channel.world_size == 1:
             return
         self._rank.stand_in.place = self._where_now
-        self._thread = threading.Thread(target=self._run, name="straggle-stuck", daemon=True)
+        self._thread = world.Thread(target=self._run, name="straggle-stuck", daemon=True)
         self._thread.start()
 
     def stands_in(self) -> None:
@@ -122,16 +122,16 @@ class StuckWatch(Wing):
 
     def _run(self) -> None:
         every_s = min(_LOOK_S, self._limit_s / 4)
-        slept_at = time.monotonic()
+        slept_at = world.monotonic()
         while not self._closing.wait(every_s):
-            late_s = time.monotonic() - slept_at - every_s
+            late_s = world.monotonic() - slept_at - every_s
             if late_s >= self._limit_s / 2:
                 self._blind_s = late_s
             self._debug_server.offer()
             self._report_stood_in()
             with contextlib.suppress(StoreUnreachable):  # which others say
                 self._look()
-            slept_at = time.monotonic()
+            slept_at = world.monotonic()
 
     def _look(self) -> None:
         state = self._paused() or self._state()
@@ -196,7 +196,7 @@ class StuckWatch(Wing):
         self._heard.clear()
         self._silent.clear()
         if self._open is not None:
-            seconds = round(self._open.seconds + time.monotonic() - self._opened_at, 3)
+            seconds = round(self._open.seconds + world.monotonic() - self._opened_at, 3)
             self._report(replace(self._open, over=True, seconds=seconds))
             self._open = None
 
@@ -209,7 +209,7 @@ class StuckWatch(Wing):
         """Those of all ranks that do not go on and can say so, by their names."""
         awaited = self._channel.awaited
         words = self._channel.store.ask(lambda store: words_under(store, _KEY, awaited))
-        now, fresh = time.monotonic(), dict[int, RankState]()
+        now, fresh = world.monotonic(), dict[int, RankState]()
         for rank, word in words.items():
             if not word:
                 continue
@@ -254,7 +254,7 @@ class StuckWatch(Wing):
 
     def _look_for_silent(self, state: RankState) -> None:
         """This rank waits: is it for ranks that cannot say anything, and not for some that have just gone on?"""
-        waits_s, now = self._rank.merging.on_its_way()[1], time.monotonic()
+        waits_s, now = self._rank.merging.on_its_way()[1], world.monotonic()
         if waits_s < self._limit_s / 2 or self._known:
             return
         states = {**self._states(), self._channel.name: state}
@@ -296,7 +296,7 @@ class StuckWatch(Wing):
         self._report(StuckReport(self._channel.name, step, entered, 0.0, where, line, stack, stood_in=times))
 
     def _begin(self, report: StuckReport) -> None:
-        self._open, self._opened_at = report, time.monotonic()
+        self._open, self._opened_at = report, world.monotonic()
         self._report(report)
 
     def _report(self, report: StuckReport) -> None:

@@ -23,7 +23,7 @@ PACKAGES += [
     ("data",),
 ]
 PACKAGES += [("observe",), ("integrations",), ("advise",), ("lab",), ("commands",)]
-BEFORE = ("extras", "schema", "version")
+BEFORE = ("extras", "schema", "version", "world")
 AFTER = ("straggle", "__main__")
 FOLDERS = [name for names in PACKAGES for name in names if (ROOT / name).is_dir()]
 
