@@ -16,6 +16,7 @@ usage() {
 ./launch.sh test [pytest options]     run the tests that this machine can run, in parallel; or those of a folder or file
 ./launch.sh test fast [options]       the inner loop: tests of one process and light ones of ranks, about a minute
 ./launch.sh test coverage [options]   tests of one process and of ranks, and the lines and branches that they run
+./launch.sh test sweep [key=value]    schedules of the simulated world: seeds=N, minutes=M (default: 1), first=SEED
 ./launch.sh test times [FILE]         what the tests of the last complete run took, or of one whose junit XML is FILE
 ./launch.sh COMMAND --help            the keys and their values
 
@@ -164,11 +165,16 @@ run() {
     torchrun $where --nproc-per-node "$workers" -m straggle "$name" "$@"
 }
 
-# run_tests [fast|coverage] [pytest options]: of pytest's options the last counts, so -n0 runs all in one process
+# run_tests [fast|coverage|times|sweep] [pytest options]: of pytest's options the last counts, so -n0 runs all in one process
 run_tests() {
   local word cores files light level=${1:-} parallel=yes
   case $level in
     fast | coverage) shift ;;
+    sweep)
+      shift
+      export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+      cd "$here" && exec "$venv/bin/python" tests/support/schedules.py "$@"
+      ;;
     times)
       shift
       cd "$here" && exec "$venv/bin/python" tests/support/times.py "$@"

@@ -9,7 +9,7 @@ from queued_device import queued_device
 from ranks import digest, logged, run_ranks, staged
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training import Chain, Stopper, features, mlp
+from training import Stopper, features, mlp
 
 ORDERS = ("before the block", "first in the block", "before backward", "after the step", "never")
 
@@ -125,28 +125,6 @@ def test_rank_that_is_late_keeps_the_gradients_of_one_optimizer_as_its_peers_do(
     (first, said), (second, said_too) = run_ranks(two_networks, 2, 3)
     assert first == second
     assert said == said_too == []
-
-
-def put_when_late(rank):
-    """Rank 1 is late in the first of two passes, and its loop puts gradients of its own in place before the second."""
-    module = Chain(3)
-    with staged(module) as model, logged("straggle.loop.open_step") as said:
-        for number in range(2):
-            with model.step(2) as step:
-                for part in range(2):
-                    if (number, part) == (1, 1):
-                        for own in module.parameters():
-                            own.grad = torch.full_like(own, 100.0) if own.grad is None else own.grad + 100.0
-                    with step.microbatch():
-                        if (rank, number, part) == (1, 1, 0):
-                            step.stop()
-                        model(1.0 + rank).backward()
-        return [own.grad[0].item() for own in module.parameters()], said
-
-
-def test_rank_that_is_late_before_its_loop_puts_gradients_in_place_keeps_what_its_peers_keep():
-    # the mean of the first step, and what rank 0 gives in the second
-    assert run_ranks(put_when_late, 2) == [([3.0 + 102.0, 6.0 + 104.0, 9.0 + 106.0], [])] * 2
 
 
 def test_rank_that_cannot_tell_what_its_peers_kept_says_so():

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from by_chance import JOBS, at_random, draw_hits, made_to_be_hit, run_with_hits
+from by_chance import JOBS, draw_hits, made_to_be_hit, run_with_hits
 from ranks import digest, run_ranks
 from recorded import Noisy
+from scales import at_random
 from torch import nn
 from training import features
 

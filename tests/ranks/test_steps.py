@@ -99,6 +99,8 @@ def case_of(number: int, world: World) -> Case:
         drawn["puts"] = "inside"
     if drawn["puts"] == "between passes":
         drawn["num_passes"] = max(2, drawn["num_passes"])
+        if drawn["cause"] in LATE and drawn["zeroes"] == "never":  # it would be told that it lost what it had kept
+            drawn["zeroes"] = "none"
     if drawn["puts"]:
         drawn["estimator"] = "abstain"
     if drawn["estimator"] == "last merged":

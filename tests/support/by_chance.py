@@ -12,11 +12,6 @@ _HITS = ("short stop", "stall")
 _HITS_OF_MEMBERS = ("kill", "kill in backward", "stop", "stop in backward", "short stop", "stall")
 
 
-def at_random(*key):
-    """From 0 to 1, the same in a replay."""
-    return random.Random(repr(key)).random()
-
-
 class Stalls:
     """By chance, at the ends and in the middle of each pass."""
 

@@ -1,0 +1,190 @@
+"""`run_world`: a loop of the user's on ranks of a simulated world, with faults, and what must always hold."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from straggle import world
+from straggle.lab.world.groups import Distributed, Network
+from straggle.lab.world.scheduler import Broken, Ended, Scheduler, Thread
+from straggle.lab.world.store import Server
+from straggle.lab.world.threads import primitives
+
+
+class Fault(Protocol):
+    """Something that happens in a world; its ``repr`` is how a schedule is written down."""
+
+    def begin(self, job: Job) -> None:
+        """Set the timers that make it happen; before the first thread runs."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a loop knows of its rank."""
+
+    number: int
+    size: int
+    job: Job
+
+    def work(self, seconds: float) -> None:
+        """Take so long, as a layer does, or the loading of a batch."""
+        world.sleep(seconds)
+
+    def draw(self) -> float:
+        """A number from 0 to 1, from the seed."""
+        return self.job.scheduler.random.random()
+
+    def note(self, **values: Any) -> None:
+        """Keep these for whoever runs the world, with the time."""
+        self.job.notes[self.number].append({"at": world.monotonic(), **values})
+
+
+@dataclass
+class Job:
+    """A world that is being run."""
+
+    scheduler: Scheduler
+    network: Network
+    server: Server
+    loop: Callable[[Rank], Any]
+    size: int
+    make_thread: Callable[..., Thread]
+    training: dict[int, Thread] = field(default_factory=dict)  # each rank's training thread
+    notes: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    results: dict[int, Any] = field(default_factory=dict)
+    num_processes: int = 0
+    num_to_start: int = 0
+
+    def start(self, number: int) -> None:
+        """Start a process of this rank."""
+        thread = self.training[number] = self.make_thread(target=self._run, args=(number,), name="training")
+        self.scheduler.begin(thread, number, self.num_processes)
+        self.num_processes += 1
+        super(Thread, thread).start()
+
+    def kill(self, number: int) -> None:
+        """End the process of this rank at once."""
+        self.scheduler.dead.add(self.training[number].process)
+        self.network.lose(number)
+
+    def kill_self(self, _status: int) -> None:
+        """The same of the process that calls this."""
+        self.kill(self.scheduler.current.rank)
+        self.scheduler.check()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no thread is left, nor comes."""
+        scheduler = self.scheduler
+        alive = (thread for thread in scheduler.threads if not thread.is_over and thread.process not in scheduler.dead)
+        return not self.num_to_start and next(alive, None) is None
+
+    @property
+    def loops_are_over(self) -> bool:
+        """Whether no training thread is left, nor comes."""
+        ended = (own.is_over or own.process in self.scheduler.dead for own in self.training.values())
+        return not self.num_to_start and all(ended)
+
+    def _run(self, number: int) -> None:
+        try:
+            self.results[number] = self.loop(Rank(number, self.size, self))
+        except (Exception, SystemExit) as error:
+            at: BaseException | None = error
+            while at is not None:  # whose frames keep the model
+                traceback.clear_frames(at.__traceback__)
+                at = at.__context__
+            self.results[number] = error
+            gc.collect()  # as when the process ends: what it leaves is finalized, on this thread
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of it.
+
+    ``results``: what each rank's loop returned, or what it raised. ``notes``: by rank, what it has noted. ``schedule``:
+    a fingerprint of who ran when. ``seconds``: of virtual time.
+    """
+
+    results: tuple[Any, ...]
+    notes: dict[int, list[dict[str, Any]]]
+    schedule: str
+    seconds: float
+    num_switches: int
+
+
+def run_world(
+    loop: Callable[[Rank], Any],
+    *,
+    ranks: int = 4,
+    seed: int = 0,
+    faults: Sequence[Fault] = (),
+    longest_s: float = 600.0,
+    end_s: float = 60.0,
+) -> Run:
+    """Run ``loop(rank)`` on each of the ``ranks``, in one order of events, which ``seed`` draws.
+
+    The loop is a training loop as it would be under torchrun, around `StagedDataParallel`, whose models it closes; it
+    takes time by ``rank.work(seconds)`` alone, and random numbers from generators of its own. Links are not measured
+    here, as that needs sockets: with members, give the model ``links=False``. Raises `Broken` if
+    no thread can go on, if it is not over after ``longest_s`` seconds of virtual time, if a thread waits for others
+    while it holds a lock, if ranks' collectives differ, or if a rank has threads left ``end_s`` after its loop.
+    """
+    scheduler = Scheduler(seed, longest_s)
+    server = Server(scheduler)
+    network = Network(scheduler, server, ranks)
+    own = primitives(scheduler)
+    job = Job(scheduler, network, server, loop, ranks, own["Thread"], notes={number: [] for number in range(ranks)})
+    others = {
+        **own,
+        "dist": Distributed(network),
+        "process": scheduler.process,
+        "end_process": job.kill_self,
+    }
+    digest, ended_at = hashlib.sha256(), list[float]()
+
+    def all_over() -> bool:
+        digest.update(b"%d" % scheduler.num_ready)
+        if job.loops_are_over:
+            ended_at.append(scheduler.now)
+            if scheduler.now > ended_at[0] + end_s:
+                scheduler.broken(f"threads are left {end_s:g} s after all loops were over")
+        return job.is_over
+
+    collects = gc.isenabled()
+    gc.disable()  # or finalizers run on whichever thread is there
+    try:
+        with world.enter(others):
+            for number in range(ranks):
+                job.start(number)
+            for fault in faults:
+                fault.begin(job)
+            try:
+                scheduler.run(all_over)
+            finally:
+                with suppress(Ended):
+                    scheduler.end()
+    finally:
+        if collects:
+            gc.enable()
+    found = tuple(job.results.get(number) for number in range(ranks))
+    return Run(found, job.notes, digest.hexdigest(), scheduler.now, scheduler.num_switches)
+
+
+def parameters_of(module: nn.Module) -> str:
+    """A fingerprint of all parameters: equal on two ranks if these are equal bit for bit."""
+    digest = hashlib.sha256()
+    for parameter in module.parameters():
+        digest.update(parameter.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+__all__ = ["Broken", "Job", "Rank", "Run", "parameters_of", "run_world"]

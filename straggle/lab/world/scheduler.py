@@ -1,0 +1,286 @@
+"""Which thread of which rank runs, and what time it is.
+
+Exactly one thread of the world runs; whenever it asks the world for something, another may be chosen, by the seed. Time
+passes when all wait: then the next timer is due. Only what is drawn here decides, so a seed is a schedule, and gives
+the same one again.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+SWITCH_S = 5e-6  # of virtual time that passes until the next thread runs, in the mean
+OUTSIDE_S = 60.0  # real seconds after which a thread that runs must have asked the world for something
+_OWN = ("/lab/world/", "/threading.py", "/concurrent/futures/")  # files whose frames say nothing of where a thread is
+
+
+class Ended(BaseException):
+    """This thread's rank was killed, or its world is over: it unwinds, and does nothing more."""
+
+
+class Broken(AssertionError):
+    """Something that always holds did not; the text has the time, and where each thread is."""
+
+
+class Thread(threading.Thread):
+    """A thread of a rank, on an OS thread that waits for its turn."""
+
+    world: Scheduler  # set for the threads of one world by a class derived from this one
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.daemon = True
+        self.turn = threading.Semaphore(0)
+        self.rank = -1  # set when it is started
+        self.process = -1  # the number of its process, of which a rank has several one after another
+        self.waits_for: object = None  # what wakes it
+        self.holds: list[object] = []  # locks
+        self.is_over = False
+        self.error: BaseException | None = None
+        self.joiners: list[Thread] = []
+
+    def start(self) -> None:
+        """From now on it is chosen now and then."""
+        self.world.add(self)
+        super().start()
+        self.world.switch()
+
+    def run(self) -> None:
+        """On its OS thread."""
+        self.turn.acquire()
+        try:
+            if not self.world.has_ended(self):
+                super().run()
+        except Ended:
+            pass
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.world.over(self)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until it is over, in virtual time."""
+        if not self.is_over:
+            self.world.wait(self.joiners, timeout)
+
+    def is_alive(self) -> bool:
+        """Whether it runs, or would."""
+        return self.rank >= 0 and not self.is_over
+
+    def place(self) -> str:
+        """Where it is, innermost first."""
+        frame = sys._current_frames().get(self.ident or 0)
+        frames = [] if frame is None else traceback.extract_stack(frame)
+        own = [f"{at.name} ({at.filename.rpartition('/')[2]}:{at.lineno})" for at in frames if not _is_own(at.filename)]
+        return " < ".join(own[:-4:-1]) or "the world"
+
+
+def _is_own(file: str) -> bool:
+    return any(part in file for part in _OWN)
+
+
+class Scheduler:
+    """Threads, timers and the time of one world. ``longest_s``: virtual seconds after which it is `Broken`."""
+
+    def __init__(self, seed: int, longest_s: float) -> None:
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.num_switches = 0
+        self.threads: list[Thread] = []
+        self.paused: set[object] = set()  # ranks and threads that are not chosen
+        self.dead: set[int] = set()  # processes
+        self.trace: list[tuple[float, int, str]] | None = None  # when which rank's thread was chosen, if that is kept
+        self._longest_s = longest_s
+        self._ready: list[Thread] = []
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._num_timers = 0
+        self._current: Thread | None = None
+        self._caller = threading.Semaphore(0)  # the thread that has called `run`
+        self._broken: Broken | None = None
+        self._is_ending = False
+
+    # -- what threads of the world call
+
+    @property
+    def current(self) -> Thread:
+        """The thread that runs."""
+        assert self._current is not None, "a thread that the world has not made calls it"
+        return self._current
+
+    def add(self, thread: Thread) -> None:
+        """It may be chosen from now on, and is of the process whose thread calls this."""
+        self.begin(thread, self.check().rank, self.current.process)
+
+    def begin(self, thread: Thread, rank: int, process: int) -> None:
+        """It may be chosen from now on, and is of this process."""
+        thread.rank, thread.process = rank, process
+        self.threads.append(thread)
+        self._ready.append(thread)
+
+    def check(self) -> Thread:
+        """The thread that calls; raises `Ended` if it has ended."""
+        me = threading.current_thread()
+        assert isinstance(me, Thread), "a thread that the world has not made calls it"
+        if self.has_ended(me):
+            raise Ended
+        return me
+
+    @property
+    def num_ready(self) -> int:
+        """Threads that could run now."""
+        return len(self._ready)
+
+    def has_ended(self, thread: Thread) -> bool:
+        """Whether it is to unwind."""
+        return self._is_ending or thread.process in self.dead
+
+    def process(self) -> tuple[str, int]:
+        """That of the thread that calls; of one that has ended, or that the world has not made, it is none."""
+        me = threading.current_thread()
+        return "simulated", me.process if isinstance(me, Thread) and not self.has_ended(me) else -1
+
+    def switch(self) -> None:
+        """Another thread may run here."""
+        if self._is_left():
+            return
+        me = self.check()
+        self._ready.append(me)
+        self._hand_over(me)
+
+    def wait(self, waiters: list[Thread], timeout: float | None = None) -> bool:
+        """Wait among these until woken; false if the time is over first."""
+        if self._is_left():
+            return True
+        me = self.check()
+        waiters.append(me)
+        me.waits_for = token = object()
+        if timeout is not None:
+            self.at(self.now + max(0.0, timeout), lambda: self._wake(me, token))
+        self._hand_over(me)
+        woken = me not in waiters
+        if not woken:
+            waiters.remove(me)
+        return woken
+
+    def wake(self, waiters: list[Thread], number: int | None = None) -> None:
+        """Let so many of them go on, or all."""
+        for thread in waiters[:number]:
+            waiters.remove(thread)
+            self._wake(thread, thread.waits_for)
+
+    def sleep(self, seconds: float) -> None:
+        """Let so much virtual time pass."""
+        self.wait([], seconds)
+
+    def at(self, when: float, call: Callable[[], None]) -> None:
+        """Call it then, between two threads' turns."""
+        self._num_timers += 1
+        heapq.heappush(self._timers, (when, self._num_timers, call))
+
+    def after(self, seconds: float, call: Callable[[], None]) -> None:
+        """Call it so much later, between two threads' turns."""
+        self.at(self.now + seconds, call)
+
+    def broken(self, what: str) -> Broken:
+        """The world ends here, with an error that says so; the caller raises it."""
+        if self._broken is None:
+            places = "".join(f"\n  rank {t.rank}, {t.name}: {t.place()}" for t in self.threads if not t.is_over)
+            self._broken = Broken(f"at {self.now:.6f} s: {what}{places}")
+        return self._broken
+
+    def over(self, thread: Thread) -> None:
+        """A thread has come to its end."""
+        thread.is_over = True
+        if self._is_ending:
+            self._caller.release()
+            return
+        self.wake(thread.joiners)
+        self._next()
+
+    # -- the caller
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Run the threads until that holds. Raises `Broken`."""
+        self._until = until
+        self._next()
+        seen = -1
+        while not self._caller.acquire(timeout=OUTSIDE_S):
+            if seen == self.num_switches:
+                raise self.broken(f"a thread does not come back: it waits outside of the world, at {self._place()}")
+            seen = self.num_switches
+        if self._broken is not None:
+            raise self._broken
+
+    def end(self) -> None:
+        """Let all threads unwind, one after another."""
+        self._is_ending = True
+        for thread in self.threads:
+            if not thread.is_over:
+                thread.turn.release()
+                if not self._caller.acquire(timeout=OUTSIDE_S / 10):  # it is outside of the world, and stays there
+                    thread.is_over = True
+
+    # -- inside
+
+    def _place(self) -> str:
+        return "an unknown place" if self._current is None else self._current.place()
+
+    def _is_left(self) -> bool:
+        """Whether a finalizer calls, of what a process that was killed has left behind, after the end of the world."""
+        return self._is_ending and not isinstance(threading.current_thread(), Thread)
+
+    def _wake(self, thread: Thread, token: object) -> None:
+        if token is not None and thread.waits_for is token:
+            thread.waits_for = None
+            self._ready.append(thread)
+
+    def _hand_over(self, me: Thread) -> None:
+        self._next()
+        me.turn.acquire()
+        if self.has_ended(me):
+            raise Ended
+
+    def _next(self) -> None:
+        chosen = None if self._broken is not None else self._choose()
+        if chosen is None:
+            self._current = None
+            self._caller.release()
+            return
+        self._current = chosen
+        chosen.turn.release()
+
+    def _choose(self) -> Thread | None:
+        """The thread whose turn it is; ``None`` if the world is over."""
+        self.num_switches += 1
+        self.now += self.random.expovariate(1 / SWITCH_S)
+        while True:
+            while self._timers and self._timers[0][0] <= self.now:
+                heapq.heappop(self._timers)[2]()
+            if self._until() or self._broken is not None:
+                return None
+            if self.now > self._longest_s:
+                self.broken(f"not over after {self._longest_s} s")
+                return None
+            if ready := self._may_run():
+                chosen = ready[self.random.randrange(len(ready))]
+                self._ready.remove(chosen)
+                if self.trace is not None:
+                    self.trace.append((self.now, chosen.rank, chosen.name))
+                return chosen
+            if not self._timers:
+                self.broken("no thread can go on, and no timer is left")
+                return None
+            self.now = max(self.now, self._timers[0][0])
+
+    def _may_run(self) -> Sequence[Thread]:
+        if self.dead:
+            self._ready = [thread for thread in self._ready if thread.process not in self.dead]
+        if not self.paused:
+            return self._ready
+        return [t for t in self._ready if t.rank not in self.paused and t not in self.paused]

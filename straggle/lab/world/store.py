@@ -1,0 +1,167 @@
+"""The job's store in a simulated world: one server, whose answers take a while, and may not come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torch.distributed import DistStoreError
+
+from straggle.lab.world.scheduler import Scheduler, Thread
+
+Answer = TypeVar("Answer")
+
+
+class Server:
+    """Keys and values. ``answer_s``: the mean time of a request; ``is_away``: none is answered meanwhile.
+
+    ``cut``: ranks whose requests do not come.
+    """
+
+    def __init__(self, world: Scheduler, answer_s: float = 2e-4) -> None:
+        self.world = world
+        self.answer_s = answer_s
+        self.is_away = False
+        self.cut: set[int] = set()
+        self.data: dict[str, bytes] = {}
+        self.waiters: list[Thread] = []
+
+    def come_back(self) -> None:
+        """Answer again."""
+        self.is_away = False
+        self.mend()
+
+    def mend(self) -> None:
+        """Requests of all ranks come again."""
+        self.cut.clear()
+        self.world.wake(self.waiters)
+
+
+class Store:
+    """A connection to it, with what torch's stores have."""
+
+    def __init__(self, server: Server, timeout: timedelta = timedelta(seconds=300)) -> None:
+        self.server, self.timeout = server, timeout
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Of requests that wait for a key."""
+        self.timeout = timeout
+
+    def clone(self) -> Store:
+        """Another connection."""
+        return Store(self.server, self.timeout)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write a value."""
+        self._ask(lambda data: data.__setitem__(key, _bytes(value)))
+
+    def get(self, key: str) -> bytes:
+        """A value, when it is there."""
+        self.wait([key])
+        return self.server.data[key]
+
+    def add(self, key: str, number: int) -> int:
+        """Count."""
+
+        def add(data: dict[str, bytes]) -> int:
+            data[key] = _bytes(str(now := int(data.get(key, b"0")) + number))
+            return now
+
+        return self._ask(add)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether these are there."""
+        return self._ask(lambda data: all(key in data for key in keys))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Write ``desired`` if the value is ``expected``, or there is none and that is empty; what there is then."""
+
+        def compare_set(data: dict[str, bytes]) -> bytes:
+            if key not in data and expected:
+                return _bytes(expected)
+            if key not in data or data[key] == _bytes(expected):
+                data[key] = _bytes(desired)
+            return data[key]
+
+        return self._ask(compare_set)
+
+    def delete_key(self, key: str) -> bool:
+        """Remove it; whether it was there."""
+        return self._ask(lambda data: data.pop(key, None) is not None)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Until these are there."""
+        until = self.server.world.now + (timeout or self.timeout).total_seconds()
+        while not self.check(keys):
+            if self.server.world.now >= until:
+                raise DistStoreError(f"wait timeout, keys: {', '.join(keys)}")
+            self.server.world.sleep(0.001)
+
+    def _ask(self, request: Callable[[dict[str, bytes]], Answer]) -> Answer:
+        world = self.server.world
+        held = [lock for lock in world.check().holds if lock is not None]
+        if held:
+            raise world.broken("a thread asks the store while it holds a lock")
+        world.sleep(world.random.expovariate(1 / self.server.answer_s))
+        while self.server.is_away or world.current.rank in self.server.cut:
+            world.wait(self.server.waiters)
+        answer = request(self.server.data)
+        world.sleep(world.random.expovariate(1 / self.server.answer_s))
+        return answer
+
+
+class PrefixStore:
+    """The part of a store whose keys begin so."""
+
+    def __init__(self, prefix: str, store: Any) -> None:
+        self.prefix, self.underlying_store = prefix, store
+
+    def _key(self, key: str) -> str:
+        return f"{self.prefix}/{key}"
+
+    @property
+    def timeout(self) -> timedelta:
+        """Of requests that wait for a key."""
+        found: timedelta = self.underlying_store.timeout
+        return found
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Of the store itself."""
+        self.underlying_store.set_timeout(timeout)
+
+    def clone(self) -> PrefixStore:
+        """Another connection."""
+        return PrefixStore(self.prefix, self.underlying_store.clone())
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """As `Store` has them."""
+        self.underlying_store.set(self._key(key), value)
+
+    def get(self, key: str) -> bytes:
+        """As `Store` has them."""
+        return bytes(self.underlying_store.get(self._key(key)))
+
+    def add(self, key: str, number: int) -> int:
+        """As `Store` has them."""
+        return int(self.underlying_store.add(self._key(key), number))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """As `Store` has them."""
+        return bool(self.underlying_store.check([self._key(key) for key in keys]))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """As `Store` has them."""
+        return bytes(self.underlying_store.compare_set(self._key(key), expected, desired))
+
+    def delete_key(self, key: str) -> bool:
+        """As `Store` has them."""
+        return bool(self.underlying_store.delete_key(self._key(key)))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """As `Store` has them."""
+        self.underlying_store.wait([self._key(key) for key in keys], timeout)
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

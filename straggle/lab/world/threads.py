@@ -1,0 +1,172 @@
+"""Locks, conditions, events, queues and futures of a simulated world: what `straggle.world` has, in virtual time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent import futures
+from typing import Any
+
+from straggle.lab.world.scheduler import Scheduler, Thread
+
+
+def primitives(world: Scheduler) -> dict[str, Any]:
+    """Those of one world, by the names that `straggle.world` gives them."""
+
+    class OwnThread(Thread):
+        pass
+
+    OwnThread.world = world
+
+    class OwnFuture(futures.Future[Any]):
+        def __init__(self) -> None:
+            super().__init__()
+            self._condition = Condition(world)  # type: ignore[assignment]
+
+    return {
+        "Lock": lambda: Lock(world),
+        "Condition": lambda lock=None: Condition(world, lock),
+        "Event": lambda: Event(world),
+        "SimpleQueue": lambda: SimpleQueue(world),
+        "Future": OwnFuture,
+        "Thread": OwnThread,
+        "monotonic": lambda: world.now,
+        "sleep": world.sleep,
+    }
+
+
+class Lock:
+    """One thread has it at a time; who gets it next is drawn."""
+
+    def __init__(self, world: Scheduler) -> None:
+        self._world = world
+        self.owner: Thread | None = None
+        self._waiters: list[Thread] = []
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Take it; false if it is not free by then."""
+        self._world.switch()
+        me, until = self._world.current, self._world.now + timeout
+        while self.owner is not None:
+            left = None if timeout < 0 else until - self._world.now
+            if not blocking or (left is not None and left <= 0):
+                return False
+            self._world.wait(self._waiters, left)
+        self.owner = me
+        me.holds.append(self)
+        return True
+
+    def release(self) -> None:
+        """Let it go."""
+        if self.owner is None:  # its thread unwinds
+            return
+        self.owner.holds.remove(self)
+        self.owner = None
+        self._world.wake(self._waiters)
+
+    def locked(self) -> bool:
+        """Whether a thread has it."""
+        return self.owner is not None
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Condition:
+    """A condition on a lock, its own if none is given."""
+
+    def __init__(self, world: Scheduler, lock: Lock | None = None) -> None:
+        self._world, self._lock = world, lock or Lock(world)
+        self.acquire, self.release = self._lock.acquire, self._lock.release
+        self._waiters: list[Thread] = []
+
+    def __enter__(self) -> bool:
+        return self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Let the lock go until notified; false if the time is over first."""
+        self._owned()
+        self._lock.release()
+        notified = self._world.wait(self._waiters, timeout)
+        self._lock.acquire()
+        return notified
+
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+        """Until that holds."""
+        until = None if timeout is None else self._world.now + timeout
+        while not (result := predicate()):
+            left = None if until is None else until - self._world.now
+            if left is not None and left <= 0:
+                break
+            self.wait(left)
+        return result
+
+    def notify(self, n: int = 1) -> None:
+        """Wake so many that wait."""
+        self._owned()
+        self._world.wake(self._waiters, n)
+
+    def notify_all(self) -> None:
+        """Wake all that wait."""
+        self._owned()
+        self._world.wake(self._waiters)
+
+    def _owned(self) -> None:
+        if self._lock.owner is not self._world.check():
+            raise RuntimeError("the lock of this condition is not held")
+
+
+class Event:
+    """Set once, or until it is cleared."""
+
+    def __init__(self, world: Scheduler) -> None:
+        self._world, self._is_set = world, False
+        self._waiters: list[Thread] = []
+
+    def is_set(self) -> bool:
+        """Whether it is."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Wake all that wait for it."""
+        self._is_set = True
+        self._world.wake(self._waiters)
+        self._world.switch()
+
+    def clear(self) -> None:
+        """Take it back."""
+        self._is_set = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Until it is set; false if the time is over first."""
+        if self._is_set:
+            self._world.switch()
+        else:
+            self._world.wait(self._waiters, timeout)
+        return self._is_set
+
+
+class SimpleQueue:
+    """Items in the order in which they came."""
+
+    def __init__(self, world: Scheduler) -> None:
+        self._world = world
+        self._items = deque[Any]()
+        self._waiters: list[Thread] = []
+
+    def put(self, item: Any) -> None:
+        """Give one; without waiting, so that a finalizer may."""
+        self._items.append(item)
+        self._world.wake(self._waiters, 1)
+
+    def get(self) -> Any:
+        """The next one."""
+        while not self._items:
+            self._world.wait(self._waiters)
+        return self._items.popleft()

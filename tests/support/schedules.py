@@ -1,0 +1,346 @@
+"""Schedules of a simulated world: jobs and faults drawn by a number, and what must hold of each.
+
+``python tests/support/schedules.py [seeds=N | minutes=M] [first=SEED] [most=FAILURES] [shorten=yes]`` runs them one
+after another. What fails is printed as a line of a test, as short as it can be made.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import sys
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from scales import LAYERS, NUM_LAYERS, TOLERANCE, Expected, Scales, at_random, factor_of, gradients_of
+
+from straggle import (
+    Abstain,
+    AutoDeadline,
+    Elastic,
+    FirstK,
+    FixedDeadline,
+    JobDone,
+    LastMerged,
+    LateHandling,
+    Merge,
+    MovingAverage,
+    PeerFailed,
+    QuantileDeadline,
+    StagedDataParallel,
+    Zero,
+)
+from straggle.backward import stages
+from straggle.lab.world.faults import Cut, Freeze, Kill, Stall, StoreAway
+from straggle.lab.world.run import Broken, Fault, Rank, Run, parameters_of, run_world
+
+LAYER_S = 0.005  # forward, and as long backward
+LONGEST_S = 400.0
+DECAY = 0.5
+
+
+class OwnError(Exception):
+    """The loop's own code raises."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One job, and what happens to it. Its ``repr`` makes it again.
+
+    Options are words here, for which `options_of` has the objects: these have a memory, which no two runs may share.
+    """
+
+    seed: int
+    ranks: int = 3
+    steps: int = 12
+    members: bool = False
+    deadline: str = "0.15"
+    estimator: str = "Abstain"
+    granularity: str = "stage"
+    quorum: float | None = None
+    max_lag: int | None = 8
+    wire_dtype: str | None = None
+    check_every: int = 10
+    num_microbatches: int = 1
+    num_parts: int = 0
+    weighs: bool = False
+    joins: bool = False
+    in_buckets: bool = True
+    nan: float = 0.0
+    slow: tuple[float, ...] = ()  # how many times as long each rank's layers take
+    away: tuple[tuple[int, int, float], ...] = ()  # a rank, a step, and seconds before it that are no step's
+    raises: tuple[int, int] | None = None  # a rank, and the step in which its code does
+    faults: tuple[Fault, ...] = ()
+
+    def options(self) -> dict[str, Any]:
+        """For the model."""
+        deadlines = {
+            "None": None,
+            "Quantile": QuantileDeadline(0.6, slack=1.2),
+            "Auto": AutoDeadline(),
+            "FirstK": FirstK(2),
+        }
+        estimators = {
+            "Abstain": Abstain(),
+            "Zero": Zero(),
+            "LastMerged": LastMerged(0.5),
+            "MovingAverage": MovingAverage(DECAY),
+        }
+        late = {"max_lag": self.max_lag, "granularity": self.granularity}
+        if self.quorum is not None:
+            late["quorum"] = self.quorum
+        deadline = deadlines[self.deadline] if self.deadline in deadlines else FixedDeadline(float(self.deadline))
+        return {
+            "deadline": deadline,
+            "estimator": estimators[self.estimator],
+            "late_handling": LateHandling(grace_s=0.02, **late),
+            "merge": Merge(check_every=self.check_every, wire_dtype=self.wire_dtype),
+            "members": Elastic(min_ranks=1) if self.members else None,
+            "links": False,
+        }
+
+
+@dataclass
+class _Plan:
+    """What `scales.Expected` asks of a job."""
+
+    estimator: Any
+    num_parts: int
+    num_microbatches: int
+    nan: float
+    tolerance: float = field(default=TOLERANCE)
+
+
+def draw(seed: int) -> Schedule:
+    """Schedule number ``seed``: few ranks and faults at first, and now and then more."""
+    chance = random.Random(seed)
+    pick, ranks = chance.choice, chance.choice([2, 3, 3, 3, 4, 4, 6])
+    members = chance.random() < 0.5
+    work = pick(["plain", "plain", "micro-batches", "pool"])
+    granularities = ["stage", "stage", "step"] + ["microbatch"] * (work == "micro-batches")
+    steps = pick([6, 12, 12, 25])
+    estimator = pick(["Abstain", "Abstain", "Zero", "LastMerged", "MovingAverage"])
+    schedule = Schedule(
+        seed,
+        ranks,
+        steps,
+        members,
+        pick(["None", "0.05", "0.05", "0.12", "0.15", "Quantile", "Auto", "FirstK"]),
+        estimator,
+        pick(granularities),
+        wire_dtype=pick([None, None, None, "bfloat16"]),
+        check_every=pick([1, 3, 10]),
+        max_lag=pick([1, 2, 8, 8]),
+        num_parts=pick([ranks, 5, 8]) if work == "pool" else 0,
+        num_microbatches=pick([2, 3]) if work == "micro-batches" else 1,
+        weighs=pick([False, True]),
+        joins=pick([False, False, True]),
+        in_buckets=pick([False, True]),
+        nan=pick([0.0, 0.0, 0.05]) if estimator == "Abstain" else 0.0,
+        slow=tuple(pick([1.0, 1.0, 1.0, 1.5, 4.0]) for _ in range(ranks)),
+        away=tuple(
+            (chance.randrange(ranks), chance.randrange(steps), pick([0.1, 0.5, 3.0, 20.0]))
+            for _ in range(pick([0, 0, 1, 2]))
+        ),
+    )
+    length_s = steps * 0.1 * schedule.num_microbatches * max(1, schedule.num_parts / ranks)
+    return replace(
+        schedule, faults=tuple(_fault(chance, schedule, length_s) for _ in range(pick([0, 1, 1, 2, 2, 3, 5])))
+    )
+
+
+def _fault(chance: random.Random, schedule: Schedule, length_s: float) -> Fault:
+    """The last rank is never killed, and never frozen for so long that it is put out."""
+    pick, at_s = chance.choice, round(chance.uniform(0.0, length_s), 3)
+    any_rank, not_last = chance.randrange(schedule.ranks), chance.randrange(schedule.ranks - 1)
+    for_s = round(pick([0.02, 0.1, 0.3, 1.0]) * chance.uniform(0.5, 2), 3)
+    kinds: list[Any] = [
+        lambda: Stall(any_rank, at_s, pick([for_s, 3.0, 15.0])),
+        lambda: Freeze(any_rank, at_s, for_s),
+        lambda: StoreAway(at_s, pick([for_s, 4.0, 12.0])),
+    ]
+    if schedule.members:
+        kinds += 2 * [
+            lambda: Kill(not_last, at_s, pick([0.01, 0.5, 2.0, 6.0])),
+            lambda: Freeze(not_last, at_s, pick([1.9, 2.2, 5.0])),
+        ]
+        kinds.append(lambda: Cut(not_last, at_s, pick([for_s, 3.0, 8.0])))
+    else:
+        kinds.append(lambda: Cut(any_rank, at_s, for_s))
+        if chance.random() < 0.2:
+            kinds.append(lambda: Kill(any_rank, at_s))
+    return pick(kinds)()
+
+
+def _batches(schedule: Schedule, rank: int, model: StagedDataParallel) -> Any:
+    """Without end."""
+    for epoch in itertools.count():
+        number = 2 + int(6 * at_random("batches", rank, epoch))
+        yield from model.join(range(number)) if schedule.joins else (None,)
+
+
+def loop(rank: Rank, schedule: Schedule) -> list[str]:
+    """Train; what was merged otherwise than the reports say."""
+    module, slow = Scales(), schedule.slow[rank.number] if schedule.slow else 1.0
+    for layer in module.layers:
+        layer.register_forward_pre_hook(lambda *_: rank.work(slow * LAYER_S))
+        layer.weight.register_hook(lambda _: rank.work(slow * LAYER_S))
+    options = schedule.options()
+    plan = _Plan(options["estimator"], schedule.num_parts, schedule.num_microbatches, schedule.nan)
+    if schedule.wire_dtype:
+        plan.tolerance = 0.02
+    model = StagedDataParallel(module, stages=LAYERS, **options)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3, momentum=0.5)
+    step, expected, next_step = model.register_state(optimizer=optimizer), Expected(plan), 0
+    problems: list[str] = []
+    try:
+        for _ in _batches(schedule, rank.number, model):
+            if step >= schedule.steps:
+                break
+            for other, at, seconds in schedule.away:
+                if (other, at) == (rank.number, step):
+                    rank.work(seconds)
+            with model.step(schedule.num_microbatches) as opened:
+                if schedule.raises == (rank.number, step):
+                    raise OwnError
+                if schedule.weighs and not schedule.num_parts:
+                    opened.weight = 1 + int(3 * at_random("weight", rank.number, step))
+                parts = opened.pull(range(schedule.num_parts)) if schedule.num_parts else range(plan.num_microbatches)
+                for part in parts:
+                    factors = [factor_of(plan, rank.number, step, part, layer) for layer in range(NUM_LAYERS)]
+                    (model(factors) / plan.num_microbatches).backward()
+            report, gradients = model.last_report, gradients_of(module)
+            assert report is not None
+            if not report.ranks[rank.number].absent:
+                if report.step == next_step:
+                    problems += expected.problems(report, gradients)
+                else:  # it was away, and has not seen all that was merged
+                    expected = Expected(plan, was_away=True)
+                expected.note(report, gradients)
+                next_step = report.step + 1
+            optimizer.step()
+            optimizer.zero_grad()
+            step = report.step + 1
+            if not report.ranks[rank.number].absent:
+                rank.note(step=report.step, parameters=parameters_of(module))
+    finally:
+        model.close()
+    return problems
+
+
+def run(schedule: Schedule) -> Run:
+    """Run it. Raises `Broken`."""
+    before = stages.BUCKET_BYTES
+    if schedule.in_buckets:
+        stages.BUCKET_BYTES = 1
+    try:
+        return run_world(
+            lambda rank: loop(rank, schedule),
+            ranks=schedule.ranks,
+            seed=schedule.seed,
+            faults=schedule.faults,
+            longest_s=LONGEST_S,
+        )
+    finally:
+        stages.BUCKET_BYTES = before
+
+
+def problems_of(schedule: Schedule) -> list[str]:
+    """What did not hold; nothing if all did."""
+    try:
+        done = run(schedule)
+    except Broken as error:
+        return [str(error)]
+    found = []
+    killed = {fault.rank for fault in schedule.faults if isinstance(fault, Kill) and fault.back_s is None}
+    fails = (killed or schedule.raises is not None) and not schedule.members
+    for rank, result in enumerate(done.results):
+        if isinstance(result, list):
+            found += [f"rank {rank}: {problem}" for problem in result]
+        elif result is None and rank in killed:
+            continue
+        elif isinstance(result, JobDone) and schedule.members:
+            continue  # it came back too late
+        elif not ((fails and isinstance(result, PeerFailed)) or isinstance(result, OwnError)):
+            found.append(f"rank {rank}: {result!r} at {_place_of(result)}")
+    parameters: dict[int, set[str]] = {}
+    for notes in done.notes.values():
+        for note, following in itertools.zip_longest(notes, notes[1:]):
+            # a rank that is out before it knows that its peers have not merged its last step has another state
+            if note["step"] == schedule.steps - 1 or (following and following["step"] == note["step"] + 1):
+                parameters.setdefault(note["step"], set()).add(note["parameters"])
+    found += [f"step {step}: replicas differ" for step, own in sorted(parameters.items()) if len(own) > 1]
+    if not fails:
+        most = max(parameters, default=-1)
+        found += [f"the job ended after step {most} of {schedule.steps}"] * (most != schedule.steps - 1)
+    return found
+
+
+def _place_of(error: object) -> str:
+    """Where it was raised, innermost first."""
+    frames = traceback.extract_tb(getattr(error, "__traceback__", None))[:-6:-1]
+    return " < ".join(f"{at.name} ({Path(at.filename).name}:{at.lineno})" for at in frames)
+
+
+def shortened(schedule: Schedule, limit_s: float = 120.0) -> Schedule:
+    """The same failure with as few faults and options as can be found."""
+    until, plain = time.monotonic() + limit_s, Schedule(schedule.seed)
+
+    def shorter(own: Schedule) -> list[Schedule]:
+        fewer = [replace(own, faults=own.faults[:n] + own.faults[n + 1 :]) for n in range(len(own.faults))]
+        fewer += [replace(own, away=own.away[:n] + own.away[n + 1 :]) for n in range(len(own.away))]
+        names = ("estimator", "granularity", "wire_dtype", "num_microbatches", "num_parts", "weighs", "joins", "nan")
+        names += ("slow", "in_buckets", "check_every", "max_lag", "deadline")
+        fewer += [replace(own, **{n: getattr(plain, n)}) for n in names if getattr(own, n) != getattr(plain, n)]
+        if own.steps > 3:
+            fewer.append(replace(own, steps=own.steps // 2))
+        return fewer
+
+    found = True
+    while found and time.monotonic() < until:
+        found = False
+        for other in shorter(schedule):
+            if time.monotonic() < until and problems_of(other):
+                schedule, found = other, True
+                break
+    return schedule
+
+
+def _say(words: str) -> None:
+    sys.stdout.write(words + "\n")
+    sys.stdout.flush()
+
+
+def main(words: list[str]) -> int:
+    """The command."""
+    given = dict(word.split("=", 1) for word in words)
+    first = int(given.get("first") or random.SystemRandom().randrange(10**9))
+    number, limit_s = int(given.get("seeds", 10**9)), 60 * float(given.get("minutes", 1e9 if "seeds" in given else 1))
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+    began, faults, failed, seed = time.monotonic(), Counter[str](), 0, first
+    while seed < first + number and time.monotonic() - began < limit_s:
+        schedule = draw(seed)
+        faults.update(type(fault).__name__ for fault in schedule.faults)
+        if found := problems_of(schedule):
+            failed += 1
+            _say(f"seed {seed}: {found[0][:1500]}\n  {schedule!r}")
+            if "shorten" in given:
+                _say(f"  shorter: {shortened(schedule)!r}")
+            if failed >= int(given.get("most", 1)):
+                seed += 1
+                break
+        seed += 1
+    took = time.monotonic() - began
+    _say(f"{seed - first} schedules from seed {first} in {took:.0f} s, {failed} failed; faults: {dict(faults)}")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,187 @@
+"""The simulated world: one order of events for each seed, and what must hold in all of them is found if it does not."""
+
+import ast
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from schedules import Schedule, draw, problems_of
+from torch import nn
+
+import straggle
+from straggle import Elastic, StagedDataParallel, world
+from straggle.lab.world.faults import Cut, Freeze, Kill, Stall, StoreAway
+from straggle.lab.world.run import Broken, parameters_of, run_world
+from straggle.merge.sides import MergeSide
+
+PACKAGE = Path(straggle.__file__).parent
+OUTSIDE = ("lab", "commands", "observe", "integrations")  # these are not part of a simulated rank
+WAIT_OR_TELL_TIME = {
+    "time": {"monotonic", "sleep", "time"},
+    "threading": {"Barrier", "Condition", "Event", "Lock", "RLock", "Semaphore", "Thread", "Timer"},
+}
+
+
+def small(rank, steps=4, **options):
+    """A loop of a user's; its steps take 70 ms, and the parameters are those at its end."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    for layer in module:
+        layer.register_forward_hook(lambda *_: rank.work(0.01))
+        layer.weight.register_hook(lambda _: rank.work(0.01))
+    model = StagedDataParallel(module, deadline=0.15, **options)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    step = model.register_state(optimizer=optimizer)
+    while step < steps:
+        rank.work(0.01)
+        with model.step():
+            model(torch.full((2, 4), float(rank.number + step))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step = model.last_report.step + 1
+        rank.note(step=step, parts=[own.reach for own in model.last_report.ranks])
+    model.close()
+    return parameters_of(module)
+
+
+def test_seed_is_a_schedule_and_another_seed_is_another():
+    runs = [run_world(small, ranks=2, seed=seed) for seed in (1, 1, 2)]
+    assert runs[0] == runs[1]
+    assert runs[0].schedule != runs[2].schedule
+    assert runs[0].results == runs[2].results  # nobody is late
+
+
+def test_minute_of_a_stall_passes_in_moments_and_the_peers_go_on():
+    run = run_world(small, ranks=3, faults=[Stall(1, at_s=0.1, for_s=60.0)])
+    assert len(set(run.results)) == 1
+    assert 60 < run.seconds < 70
+    assert all(note["at"] < 2.0 for note in run.notes[0])
+    assert any(note["parts"][1] < 1 for note in run.notes[0])
+
+
+def test_rank_that_is_killed_and_one_that_is_frozen_come_back_as_members():
+    faults = [Kill(1, at_s=0.4, back_s=3.0), Freeze(2, at_s=4.5, for_s=4.0)]
+
+    def loop(rank):
+        return small(rank, 150, members=Elastic(min_ranks=1), links=False)
+
+    run = run_world(loop, ranks=3, faults=faults)
+    assert len(set(run.results)) == 1
+    assert run.notes[1][-1]["step"] == run.notes[2][-1]["step"] == 150
+
+
+def test_peers_of_a_rank_that_is_killed_end_with_an_error_that_names_it():
+    run = run_world(small, ranks=3, faults=[Kill(1, at_s=0.2)])
+    assert run.results[1] is None
+    for result in (run.results[0], run.results[2]):
+        assert isinstance(result, straggle.PeerFailed)
+        assert "no answer from ranks [1]" in str(result)
+    assert run.seconds < 30
+
+
+def _waits_with_a_lock(_rank):
+    with world.Lock():
+        world.dist.distributed_c10d._get_default_store().check(["key"])
+
+
+def _asks_for_another_sum(rank):
+    group = world.dist.new_group(range(rank.size), timedelta(seconds=10), "gloo")
+    group.allreduce([torch.zeros(1 + rank.number)]).wait()
+
+
+def _waits_for_nobody(_rank):
+    world.Event().wait()
+
+
+def _leaves_a_thread(_rank):
+    world.Thread(target=lambda: world.sleep(1000.0), name="left").start()
+
+
+@pytest.mark.parametrize(
+    ("loop", "words"),
+    [
+        (_waits_with_a_lock, "asks the store while it holds a lock"),
+        (_asks_for_another_sum, "on one rank and"),
+        (_waits_for_nobody, "no thread can go on, and no timer is left"),
+        (_leaves_a_thread, "threads are left 60 s after all loops were over"),
+    ],
+)
+def test_what_must_never_be_breaks_the_world_with_each_threads_place(loop, words):
+    with pytest.raises(Broken, match=words) as caught:
+        run_world(loop, ranks=2)
+    assert "rank 0, " in str(caught.value)
+
+
+def _breaks(seed):
+    try:
+        run_world(small, ranks=2, seed=seed, faults=[Stall(1, at_s=0.1, for_s=0.16)], longest_s=30.0)
+    except Broken:
+        return True
+    return False
+
+
+def test_notification_that_is_missing_is_found_in_the_order_that_needs_it(monkeypatch):
+    def merged(self, current):
+        own = self.step_merged
+        self.step_merged = type("Silent", (), {"notify_all": lambda _: None})()
+        before(self, current)
+        self.step_merged = own
+
+    before = MergeSide.merged
+    monkeypatch.setattr(MergeSide, "merged", merged)
+    assert any(map(_breaks, range(60)))
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3, 7])
+def test_what_must_hold_does_in_schedules_that_are_drawn(seed):
+    schedule = replace(draw(seed), steps=6)
+    assert problems_of(schedule) == []
+
+
+FOUND: list[Schedule] = [
+    # cut off in its first step, rank 0 comes back when all others have ended: JobDone, not min() of no members
+    Schedule(
+        100046,
+        3,
+        12,
+        True,
+        "0.15",
+        "LastMerged",
+        max_lag=1,
+        joins=True,
+        slow=(1.5, 1.0, 1.0),
+        faults=(Cut(0, 0.429, 8.0), Freeze(0, 1.083, 0.01), Freeze(1, 0.036, 1.9)),
+    ),
+    # the world's first hundred: the one of two members that is cut off has merged a step that its peer has not
+    Schedule(46, 2, 12, members=True, deadline="None", faults=(Cut(0, 0.552, 8.0),)),
+    Schedule(3, 3, 12, slow=(1.0, 1.5, 4.0), faults=(StoreAway(0.594, 12.0), Stall(1, 1.1, 3.0))),
+]
+
+
+@pytest.mark.parametrize("schedule", FOUND, ids=lambda schedule: f"{schedule.seed}")
+def test_what_was_found_stays_mended(schedule):
+    assert problems_of(schedule) == []
+
+
+def _uses(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            yield node.value.id, node.attr
+        elif isinstance(node, ast.ImportFrom) and node.module in WAIT_OR_TELL_TIME:
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def test_what_waits_or_tells_time_asks_the_world():
+    """A room that asks the clock or makes a thread by itself would stand still in a simulated world, or never end."""
+    files = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in OUTSIDE]
+    found = {
+        f"{path.relative_to(PACKAGE)}: {module}.{name}"
+        for path in files
+        if path.name != "world.py"
+        for module, name in _uses(path)
+        if name in WAIT_OR_TELL_TIME.get(module, ())
+    }
+    assert len(files) > 100
+    assert not found
