@@ -26,13 +26,13 @@ class Planning:
         self.learned: tuple[list[int], list[float]] = ([], [])
         self.check_at(parts.coordinator.plan)
 
-    def merged(self, _current: Round) -> None:
+    def merged(self, current: Round) -> None:
         """A step is left. After the first one plan the stages, all ranks together; from here on they stay."""
         if (times := self._parts.learner.step_complete()) is None:
             return
         channel, number = self._parts.channel, len(self._parts.source.slots)
         given = [planned for phase in self._parts.wings.plan if (planned := phase()) is not None]
-        check_same_state(self._parts.coordinator.history, channel)
+        check_same_state(self._parts.coordinator.history, channel, current)
         own = given[0] if given else (times.order(number), times.seconds(number))
         order, seconds = channel.of_rank0(torch.tensor(own, dtype=torch.float64)).tolist()
         self.use(list(map(int, order)), seconds)

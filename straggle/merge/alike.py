@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from straggle.merge.channel import Channel
+from straggle.merge.round import Round
 from straggle.policies.deadline import Deadline
 from straggle.policies.estimators import Estimator
 from straggle.policies.history import History
@@ -103,15 +104,20 @@ def check_alike(mine: Wrapped, channel: Channel) -> None:
                 )
 
 
-def check_same_state(history: History, channel: Channel) -> None:
-    """Raise ``ValueError`` on every rank if some have gone on from another state; called after the first step."""
+def check_same_state(history: History, channel: Channel, merged: Round) -> None:
+    """Raise ``ValueError`` on every rank if some have gone on from another state; after the first step, ``merged``.
+
+    A rank that was out while its peers made that step again without it has merged another one, and is no reason.
+    """
     content = hashlib.sha256()
     for name, numbers in sorted(history.tensors().items()):
         content.update(f"{name} {numbers.tolist()}".encode())
-    gathered = channel.gather((history.num_steps, content.hexdigest()), "histories")
-    for rank, (num_steps, theirs) in enumerate(gathered):
-        if (num_steps, theirs) != tuple(gathered[0]):
+    gathered = channel.gather((merged.generation, history.num_steps, content.hexdigest()), "histories")
+    alike = [(rank, steps, of) for rank, (made, steps, of) in enumerate(gathered) if made == merged.generation]
+    for rank, num_steps, theirs in alike[1:]:
+        first, of_first, same = alike[0]
+        if (num_steps, theirs) != (of_first, same):
             raise ValueError(
-                f"rank {rank} has a history of {num_steps} steps, and not that of rank 0, of {gathered[0][0]} steps: "
+                f"rank {rank} has a history of {num_steps} steps, and not that of rank {first}, of {of_first} steps: "
                 "call load_straggle_state() on all ranks with what was saved together, or on none"
             )

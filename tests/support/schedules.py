@@ -270,10 +270,12 @@ def problems_of(schedule: Schedule) -> list[str]:
         elif not ((fails and isinstance(result, PeerFailed)) or isinstance(result, OwnError)):
             found.append(f"rank {rank}: {result!r} at {_place_of(result)}")
     parameters: dict[int, set[str]] = {}
-    for notes in done.notes.values():
+    may_be_out = {fault.rank for fault in schedule.faults if isinstance(fault, Cut | Freeze) and schedule.members}
+    for rank, notes in done.notes.items():
         for note, following in itertools.zip_longest(notes, notes[1:]):
-            # a rank that is out before it knows that its peers have not merged its last step has another state
-            if note["step"] == schedule.steps - 1 or (following and following["step"] == note["step"] + 1):
+            # a rank that is out may have merged a step that its peers make again without it: then it has no next one
+            is_last = note["step"] == schedule.steps - 1 and rank not in may_be_out
+            if is_last or (following and following["step"] == note["step"] + 1):
                 parameters.setdefault(note["step"], set()).add(note["parameters"])
     found += [f"step {step}: replicas differ" for step, own in sorted(parameters.items()) if len(own) > 1]
     if not fails:
