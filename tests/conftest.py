@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,9 @@ from times import FIXTURE
 
 TESTS = Path(__file__).parent
 LEVELS = ("unit", "ranks", "commands", "cluster", "docs")
-PROCESSES = ("ranks", "commands", "cluster")  # a busy machine may starve one: tried a second time, and listed
+PROGRAMS = ("commands", "cluster")  # a busy machine may starve one: tried a second time, and listed
+# so may it ranks of which a clock decides something: theirs, as members give signs of life, or the test's own
+BY_CLOCK = re.compile(r"\bsleep\(|\b(monotonic|perf_counter)\(|^from members import", re.MULTILINE)
 _SHOWN = 4000  # characters of a failure that was tried again; its end says what was wrong
 _FIXTURE_S = 0.05  # a shorter setup is not listed
 LIMIT_S = 5.0  # of a nominal core's CPU
@@ -25,13 +29,19 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
 
 
+@cache
+def _is_by_clock(path: Path) -> bool:
+    """Whether a file of ``ranks/`` has tests that a clock decides: they wait for the simulated world to have them."""
+    return path.parent.name == "ranks" and BY_CLOCK.search(path.read_text()) is not None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         level = item.path.relative_to(TESTS).parts[0]
         if level not in LEVELS:
             raise pytest.UsageError(f"{item.path}: a test lies in one of the folders {', '.join(LEVELS)} of tests/")
         item.add_marker(level)
-        if level in PROCESSES and config.pluginmanager.hasplugin("rerunfailures"):
+        if (level in PROGRAMS or _is_by_clock(item.path)) and config.pluginmanager.hasplugin("rerunfailures"):
             item.add_marker(pytest.mark.flaky(reruns=1))
     if hasattr(config, "workerinput"):  # so that nothing long is left for the end, when the other processes are idle
         cluster = {item.path for item in items if item.get_closest_marker("docker")}  # the longest of all
