@@ -246,6 +246,7 @@ def run(schedule: Schedule) -> Run:
             seed=schedule.seed,
             faults=schedule.faults,
             longest_s=LONGEST_S,
+            end_s=150.0,  # a state may be on its way for a minute to each of two ranks that are gone
         )
     finally:
         stages.BUCKET_BYTES = before

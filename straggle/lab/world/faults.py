@@ -53,7 +53,8 @@ class Kill:
 
         def start() -> None:
             job.num_to_start -= 1
-            job.start(self.rank)
+            if not job.lives(self.rank):
+                job.start(self.rank)
 
         job.scheduler.at(self.at_s, lambda: job.kill(self.rank))
         if self.back_s is not None:

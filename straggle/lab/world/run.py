@@ -71,6 +71,10 @@ class Job:
         self.num_processes += 1
         super(Thread, thread).start()
 
+    def lives(self, number: int) -> bool:
+        """Whether a process of this rank trains."""
+        return not (self.training[number].is_over or self.training[number].process in self.scheduler.dead)
+
     def kill(self, number: int) -> None:
         """End the process of this rank at once."""
         self.scheduler.dead.add(self.training[number].process)
@@ -91,8 +95,7 @@ class Job:
     @property
     def loops_are_over(self) -> bool:
         """Whether no training thread is left, nor comes."""
-        ended = (own.is_over or own.process in self.scheduler.dead for own in self.training.values())
-        return not self.num_to_start and all(ended)
+        return not self.num_to_start and not any(map(self.lives, self.training))
 
     def _run(self, number: int) -> None:
         try:

@@ -190,7 +190,8 @@ class Scheduler:
     def broken(self, what: str) -> Broken:
         """The world ends here, with an error that says so; the caller raises it."""
         if self._broken is None:
-            places = "".join(f"\n  rank {t.rank}, {t.name}: {t.place()}" for t in self.threads if not t.is_over)
+            left = (thread for thread in self.threads if not (thread.is_over or thread.process in self.dead))
+            places = "".join(f"\n  rank {own.rank}, {own.name}: {own.place()}" for own in left)
             self._broken = Broken(f"at {self.now:.6f} s: {what}{places}")
         return self._broken
 

@@ -1,6 +1,7 @@
 """The simulated world: one order of events for each seed, and what must hold in all of them is found if it does not."""
 
 import ast
+import re
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -178,6 +179,14 @@ FOUND: list[Schedule] = [
 @pytest.mark.parametrize("schedule", FOUND, ids=lambda schedule: f"{schedule.seed}")
 def test_what_was_found_stays_mended(schedule):
     assert problems_of(schedule) == []
+
+
+def test_example_of_the_readme_runs():
+    (block,) = re.findall(r"```python\n(.*?)```", (PACKAGE / "lab/world/README.md").read_text(), re.DOTALL)
+    names = {"torch": torch, "straggle": straggle}
+    exec(block, names)
+    assert names["run"].results == (None, None, None)
+    assert names["run"].seconds > 2.9
 
 
 def _uses(path):

@@ -112,7 +112,7 @@ def there(state):
         ((1, 2.0), [3, ()]),
         {1: "int", "1": "str", -1: [None], "": {}, "not a name": (), 2**70: 0},
         Counter({3: 2, 5: 1}),
-        {1, "a"},
+        {"a"},
         1j,
         torch.float32,
         torch.Size([2, 3]),
