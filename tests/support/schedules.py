@@ -149,6 +149,8 @@ def draw(seed: int) -> Schedule:
             for _ in range(pick([0, 0, 1, 2]))
         ),
     )
+    if chance.random() < 0.15:
+        schedule = replace(schedule, raises=(chance.randrange(ranks - 1), chance.randrange(steps)))
     length_s = steps * 0.1 * schedule.num_microbatches * max(1, schedule.num_parts / ranks)
     return replace(
         schedule, faults=tuple(_fault(chance, schedule, length_s) for _ in range(pick([0, 1, 1, 2, 2, 3, 5])))
@@ -228,7 +230,8 @@ def loop(rank: Rank, schedule: Schedule) -> list[str]:
             optimizer.zero_grad()
             step = report.step + 1
             if not report.ranks[rank.number].absent:
-                rank.note(step=report.step, parameters=parameters_of(module))
+                absent = [own.rank for own in report.ranks if own.absent]
+                rank.note(step=report.step, parameters=parameters_of(module), absent=absent)
     finally:
         model.close()
     return problems
@@ -279,10 +282,19 @@ def problems_of(schedule: Schedule) -> list[str]:
             if is_last or (following and following["step"] == note["step"] + 1):
                 parameters.setdefault(note["step"], set()).add(note["parameters"])
     found += [f"step {step}: replicas differ" for step, own in sorted(parameters.items()) if len(own) > 1]
+    lost = {rank for notes in done.notes.values() for note in notes for rank in note["absent"]}
+    found += [f"rank {rank} was lost, to which nothing happened" for rank in sorted(lost & _unharmed(schedule))]
     if not fails:
         most = max(parameters, default=-1)
         found += [f"the job ended after step {most} of {schedule.steps}"] * (most != schedule.steps - 1)
     return found
+
+
+def _unharmed(schedule: Schedule) -> set[int]:
+    """Ranks that are as quick as others, and to which nothing happens."""
+    harmed = {getattr(fault, "rank", -1) for fault in schedule.faults} | {rank for rank, _, _ in schedule.away}
+    harmed |= {rank for rank, slow in enumerate(schedule.slow) if slow > 1} | {(schedule.raises or (-1, 0))[0]}
+    return set(range(schedule.ranks)) - harmed
 
 
 def _place_of(error: object) -> str:
@@ -299,7 +311,7 @@ def shortened(schedule: Schedule, limit_s: float = 120.0) -> Schedule:
         fewer = [replace(own, faults=own.faults[:n] + own.faults[n + 1 :]) for n in range(len(own.faults))]
         fewer += [replace(own, away=own.away[:n] + own.away[n + 1 :]) for n in range(len(own.away))]
         names = ("estimator", "granularity", "wire_dtype", "num_microbatches", "num_parts", "weighs", "joins", "nan")
-        names += ("slow", "in_buckets", "check_every", "max_lag", "deadline")
+        names += ("slow", "in_buckets", "check_every", "max_lag", "deadline", "raises")
         fewer += [replace(own, **{n: getattr(plain, n)}) for n in names if getattr(own, n) != getattr(plain, n)]
         if own.steps > 3:
             fewer.append(replace(own, steps=own.steps // 2))
