@@ -101,7 +101,7 @@ class Healing:
                 break  # its peers have made this step without this rank
             self._member.awaits_state = True
             if begins == step and arrival is not None and arrival.state is not None:
-                self._take(arrival.view, arrival.state, loaders_too=False)
+                self._take(arrival, arrival.state, loaders_too=False)
             else:
                 world.sleep(0.005)
         self._member.awaits_state = False
@@ -152,7 +152,7 @@ class Healing:
                     f"({self._membership.inside.named(self._membership.view.ranks)}) have not answered within {why}"
                 )
             world.sleep(0.005)
-        self._take(arrival.view, arrival.state, loaders_too=True)
+        self._take(arrival, arrival.state, loaders_too=True)
         self._member.awaits_state = False
 
     def _given_up(self, waited_s: float, heard: Heard) -> str:
@@ -300,13 +300,13 @@ class Healing:
         with self._rank.merging.lock:
             return (current := self._rank.merging.round) is not None and travels(current)
 
-    def _take(self, view: View, state: Mapping[str, Any], *, loaders_too: bool) -> None:
+    def _take(self, arrival: _Arrival, state: Mapping[str, Any], *, loaders_too: bool) -> None:
         """Go on from a state; ``loaders_too``: as a new process does, whose loop has drawn nothing from them yet."""
-        before, arrival = self.report, self._arrival
-        if arrival is not None:
-            seconds, nbytes = world.monotonic() - arrival.began_at, _num_bytes(state)
-            self.report = HealingReport(before.num_states + 1, before.nbytes + nbytes, before.seconds + seconds)
-        self._arrival = None
+        before, view = self.report, arrival.view
+        seconds, nbytes = world.monotonic() - arrival.began_at, _num_bytes(state)
+        self.report = HealingReport(before.num_states + 1, before.nbytes + nbytes, before.seconds + seconds)
+        if self._arrival is arrival:  # or another view has let this rank in meanwhile, whose state is still to come
+            self._arrival = None
         of_model = self._source.taken({name: state[name] for name in ("module", "registered")})
         self._module_state.load_module(of_model["module"])
         for name, own in of_model["registered"].items():

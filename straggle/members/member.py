@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -55,6 +56,7 @@ class Member:
         self._catch_up: tuple[int, int] | None = None  # a healed rank: the step it must reach, and its lag then
         self._healing: frozenset[int] = frozenset()  # members that wait for their state
         self._last_telemetry = torch.empty(0)  # of the last merged step, for a member that lacks it
+        self._came_in_at = -1  # the step at which it was let in last
         self._tables: list[tuple[int, Table]] = []  # of the steps that were merged while this rank waits for its state
         self._gives_at = -1  # at the beginning of this step a newcomer gets this rank's state
         self._admits_after = -1  # the step after which this rank's replica lets others in: its ranks have agreed on it
@@ -98,10 +100,9 @@ class Member:
         self._rank.rounds.merge_among_none()
         if self.is_out:
             return MergeProgress(-1)
-        current = self._rank.merging.round
-        if current is None:
-            return MergeProgress(self._rank.merging.step)
-        return freeze(current, self.notes_of(current))
+        current, step = self._rank.merging.round, self._rank.merging.step
+        progress = MergeProgress(step) if current is None else freeze(current, self.notes_of(current))
+        return replace(progress, is_first=step == self._came_in_at)
 
     def telemetry_of(self, step: int) -> Tensor:
         """The merged telemetry of ``step``, for members that lack it; zeros if this rank has none."""
@@ -163,7 +164,7 @@ class Member:
         merging.takes_part_from, self._tables, self._catch_up = view.step, [], None
         self._membership.detector.is_out = False
         merging.restore(repair.step)
-        self._last_taken_at = repair.step
+        self._last_taken_at = self._came_in_at = repair.step
         merging.begin_now(self._rank.stopwatch.now())
         training.stop_up_to(view.step - 1)
         if repair.num_launched:

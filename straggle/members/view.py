@@ -275,31 +275,32 @@ class MergeProgress:
     """How far one member had come when its old process groups were dropped.
 
     It was merging ``step`` and had launched the merges of ``launched`` buckets, of which those in ``merged`` were over.
-    ``complete``: it also had all ranks' telemetry, and so knew that all have all buckets. A member that has just joined
-    is at no step: -1.
+    ``complete``: it also had all ranks' telemetry, and so knew that all have all buckets. ``is_first``: it was let in
+    at this step, and has no telemetry of the one before. A member that has just joined is at no step: -1.
     """
 
     step: int
     launched: int = 0
     merged: frozenset[int] = frozenset()
     complete: bool = False
+    is_first: bool = False
 
     def encode(self, num_buckets: int) -> list[int]:
         """The progress as numbers, `progress_length` of them."""
         merged = [int(bucket in self.merged) for bucket in range(num_buckets)]
-        return [self.step, self.launched, int(self.complete), *merged]
+        return [self.step, self.launched, int(self.complete), int(self.is_first), *merged]
 
     @classmethod
     def decode(cls, numbers: Sequence[int]) -> MergeProgress:
         """The progress of the numbers that `encode` gave."""
-        step, launched, complete, *merged = numbers
+        step, launched, complete, is_first, *merged = numbers
         of_buckets = frozenset(bucket for bucket, is_merged in enumerate(merged) if is_merged)
-        return cls(step, launched, of_buckets, bool(complete))
+        return cls(step, launched, of_buckets, bool(complete), bool(is_first))
 
 
 def progress_length(num_buckets: int) -> int:
     """How many numbers an encoded `MergeProgress` has."""
-    return 3 + num_buckets
+    return 4 + num_buckets
 
 
 @dataclass(frozen=True)
@@ -334,7 +335,8 @@ def repair(progress: Mapping[int, MergeProgress]) -> Repair:
         after = {rank: own if own.step > step else MergeProgress(step + 1) for rank, own in known.items()}
         waiting = any(own.step == step for own in known.values())
         launched = max(own.launched for own in after.values())
-        return Repair(step + 1, step if waiting else None, min(done) if waiting else -1, num_launched=launched)
+        has_it = [rank for rank in done if known[rank].step == step or not known[rank].is_first]
+        return Repair(step + 1, step if waiting else None, min(has_it) if waiting else -1, num_launched=launched)
     launched = max(own.launched for own in known.values())
     merged = {b: [rank for rank, own in known.items() if b in own.merged] for b in range(launched)}
     kept = frozenset(b for b, ranks in merged.items() if len(ranks) == len(progress))

@@ -432,3 +432,17 @@ def test_of_a_step_that_is_dropped_as_a_whole_nothing_is_merged_before_it_is_who
     assert len(place.works) == len(ALL)
     assert member.round.num_gradients == 2
     assert not any(sum(member.round.buffers.weights_in(bucket)) for bucket in BUCKETS)
+
+
+@pytest.mark.parametrize(
+    ("progress", "giver"),
+    [
+        ({0: MergeProgress(6, is_first=True), 1: MergeProgress(6), 2: at(5, complete=True)}, 1),
+        ({0: MergeProgress(6, is_first=True), 2: at(5, complete=True), 3: at(5)}, 2),
+        ({0: MergeProgress(6), 1: MergeProgress(6, is_first=True), 2: at(5)}, 0),
+    ],
+)
+def test_telemetry_of_a_step_is_given_by_a_member_that_has_it(progress, giver):
+    """One that was let in at the step after it has none, and what it has in its place are zeros, or older rows."""
+    found = repair(progress)
+    assert (found.completed, found.giver) == (5, giver)
