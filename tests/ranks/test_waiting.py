@@ -217,7 +217,7 @@ def end_while_wrapping(rank, when):
             return
     channel = Channel(None, give_up_s=300.0)
     if when == "broadcast":
-        options = {"stages": None, "deadline": WaitForAll(), "estimator": Abstain(), "members": None}
+        options = {"stages": None, "deadline": WaitForAll(), "estimator": Abstain(), "members": None, "links": False}
         check_alike(Wrapped.of(mlp(), {**options, "late_handling": LateHandling(), "merge": Merge()}), channel)
     raise Broken("of the user")
 
