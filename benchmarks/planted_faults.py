@@ -1,0 +1,532 @@
+"""Faults that a person would make, each a text of the library and another one in its place; for `planted.py`.
+
+A fault shows only in some orders of events: a wake that is missing, an order of two things, a state that is forgotten,
+a rank in the place of another number, a weight that is left out. None of them ends every job at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """In ``file`` of the package, ``new`` stands in the place of ``old``, which is there once."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+
+    def into(self, text: str) -> str:
+        """The file's text with this fault. Raises ``ValueError`` unless the old one is in it once."""
+        if (number := text.count(self.old)) != 1:
+            raise ValueError(f"{self.name}: what it replaces is {number} times in {self.file}, and not once")
+        return text.replace(self.old, self.new)
+
+
+_ROW = """\
+        current.buffers.write_telemetry(self._rank.replica.place, row.numbers())
+        notes.row_ranks = self._rank.rounds.ranks
+"""
+_SEND = "        notes.last_message = current.buffers.merge_telemetry(groups.control)\n"
+_NOTED = "        self._ended_s = deadline.seconds, deadline.shadow_s\n"
+_DECIDED = """\
+        try:
+            if table.is_usual or not table.replanning():  # which is no step of the training
+                deadline.decide(table)
+"""
+_NEXT = (
+    "        begin_next,  # the merge is in the next step from here on, "
+    "and whoever waits for this one may take it\n"
+    "        stop_training,  # if it is still in this step, or an earlier one, it comes to take the merge\n"
+    "        watch_next,  # by the deadline of the next step: "
+    "the stand-in may have to look earlier than it planned\n"
+)
+_WINGS = "        *wings,  # who takes part in the next step, which must have begun\n"
+
+MERGE = [
+    # -- a thread is not woken, or looks too late
+    Fault("merged-wakes-nobody", "merge/sides.py", "        self.step_merged.notify_all()\n", ""),
+    Fault(
+        "old-decision",
+        "merge/stand_in.py",
+        "            action = decide(now, self._situation(now), self._limits())\n",
+        "            action = decide(now, self._situation(now), self._limits())\n        with self._lock:\n",
+    ),
+    Fault(
+        "giving-nothing-wakes-nobody",
+        "merge/stand_in.py",
+        "        self._rests = self._rests and not gives_nothing\n        self._wakes.notify()\n",
+        "        self._rests = self._rests and not gives_nothing\n",
+    ),
+    Fault(
+        "stand-in-ends-unheard",
+        "merge/stand_in.py",
+        "                self._training.stop_up_to(self._merging.step)\n"
+        "                self._merging.step_merged.notify_all()\n",
+        "                self._training.stop_up_to(self._merging.step)\n",
+    ),
+    Fault(
+        "end-wakes-only-the-stand-in",
+        "merge/stand_in.py",
+        "        self._wakes.notify()\n        self._merging.step_merged.notify_all()\n",
+        "        self._wakes.notify()\n",
+    ),
+    Fault(
+        "room-wakes-nobody",
+        "merge/merged_steps.py",
+        "            if merged.stood_in or merging.step > training.step:\n                self._rank.stand_in.wake()\n",
+        "",
+    ),
+    # -- a lock is taken twice, or held over a wait
+    Fault(
+        "lock-taken-twice",
+        "merge/coordinator.py",
+        "            self._merge_waiting()\n        for phase in self._wings.stands_in:",
+        "            self.merge_waiting()\n        for phase in self._wings.stands_in:",
+    ),
+    Fault(
+        "failure-posted-with-the-lock",
+        "merge/coordinator.py",
+        "            self._channel.post_failure(what)\n            with self._lock:\n",
+        "            with self._lock:\n                self._channel.post_failure(what)\n",
+    ),
+    # -- another order of two things
+    Fault("deadline-noted-after-the-next", "merge/step_result.py", _NOTED + _DECIDED, _DECIDED + "    " + _NOTED),
+    Fault("members-before-the-next-step", "merge/phases.py", _NEXT + _WINGS, _WINGS + _NEXT),
+    Fault(
+        "bucket-goes-before-its-step-is-kept",
+        "merge/round.py",
+        "        if self._all_or_nothing:\n            return\n        ends",
+        "        ends",
+    ),
+    Fault(
+        "buffers-free-before-it-is-known-what-is-kept",
+        "merge/coordinator.py",
+        "            if entry.kept != UNDECIDED:\n                self._rounds.free_held()",
+        "            self._rounds.free_held()",
+    ),
+    # -- a state that is forgotten
+    Fault(
+        "in-a-step-between-two",
+        "merge/sides.py",
+        "return self.step == step and self.entered_at is not None and self.entry.entered",
+        "return self.step == step and self.entry.entered",
+    ),
+    Fault(
+        "round-that-was-given-up-goes-on",
+        "merge/sides.py",
+        "        if self.round is not None:\n            self.round.abandoned = True\n",
+        "",
+    ),
+    Fault(
+        "stall-paid-twice",
+        "merge/sides.py",
+        "merging.merged_at if self.came_late and merging.step == self.step else now",
+        "now",
+    ),
+    Fault("taking-counts-as-behind", "merge/lateness.py", "return at.lag > int(at.taking)", "return at.lag > 0"),
+    Fault(
+        "gradients-into-a-closed-round",
+        "merge/coordinator.py",
+        "        return None if current.closed else current\n",
+        "        return current\n",
+    ),
+    Fault(
+        "finished-gradients-left-behind",
+        "merge/coordinator.py",
+        "        elif self._takes_part:  # those that are finished and wait for their group\n"
+        "            self._merge_waiting()\n",
+        "",
+    ),
+    Fault(
+        "closed-round-goes-on-as-an-open-one",
+        "merge/round.py",
+        "        if self.closed:\n            self._launch_rest()\n        else:\n            self._launch_complete()",
+        "        self._launch_complete()",
+    ),
+    Fault(
+        "merged-in-groups-that-are-gone",
+        "merge/merged_steps.py",
+        "if current.abandoned or not self._completion.is_current(epoch):",
+        "if current.abandoned:",
+    ),
+    Fault("idle-rank-estimates", "merge/submission.py", " < 1 and self._had_work(current):", " < 1:"),
+    Fault(
+        "fingerprint-of-another-step",
+        "merge/row.py",
+        "fingerprint=entry.fingerprint if in_step else NO_FINGERPRINT",
+        "fingerprint=entry.fingerprint",
+    ),
+    Fault(
+        "sums-of-another-step",
+        "merge/other_state.py",
+        "if training.is_in(current.step) and training.entry.tensors is not None:",
+        "if training.entry.tensors is not None:",
+    ),
+    Fault("back-from-long-away-and-given-up", "merge/patience.py", "min(waited_s, rank.for_s)", "waited_s"),
+    Fault(
+        "quorum-of-the-members-before",
+        "merge/current_deadline.py",
+        "self.quorum = self.late_handling.quorum_among(number, self._policy.quorum)",
+        "self.quorum = self.rules.quorum",
+    ),
+    Fault(
+        "store-stays-lost",
+        "merge/store.py",
+        "self._connection, self._problem = connection, None",
+        "self._connection = connection",
+    ),
+    Fault(
+        "request-that-nobody-awaits-ends-the-thread",
+        "merge/store.py",
+        "        if not answer.set_running_or_notify_cancel():\n            continue\n",
+        "",
+    ),
+    # -- not begun anew
+    Fault(
+        "finished-in-the-step-before",
+        "merge/stand_in.py",
+        "self._waited_since, self._asked_at, self._unposted = math.inf, -math.inf, False",
+        "self._waited_since, self._asked_at = math.inf, -math.inf",
+    ),
+    Fault(
+        "quorum-of-the-step-before",
+        "merge/stand_in.py",
+        "            if step != self._merging.step:\n                return\n",
+        "",
+    ),
+    Fault(
+        "times-of-the-step-before",
+        "merge/sides.py",
+        "self.cost, self.microbatch_s = math.nan, []",
+        "self.cost = math.nan",
+    ),
+    Fault(
+        "normalized-in-the-step-before",
+        "merge/buffers.py",
+        "self._bad, self._merged, self._rank, self._sums = [], {}, -1, {}",
+        "self._bad, self._rank, self._sums = [], -1, {}",
+    ),
+    Fault(
+        "not-finite-in-the-step-before",
+        "merge/buffers.py",
+        "self._bad, self._merged, self._rank, self._sums = [], {}, -1, {}",
+        "self._merged, self._rank, self._sums = {}, -1, {}",
+    ),
+    Fault("gradient-of-the-step-before", "merge/buffers.py", "        self._clear_absent(flat, own)\n", ""),
+    # -- counted twice
+    Fault(
+        "overrun-counted-twice",
+        "merge/sides.py",
+        "overrun_s, self.overrun_s = self.overrun_s, 0.0",
+        "overrun_s = self.overrun_s",
+    ),
+    Fault(
+        "finished-counted-twice",
+        "merge/stand_in.py",
+        "            return True\n        self._unposted = True\n",
+        "            self._unposted = True\n            return True\n        self._unposted = True\n",
+    ),
+    # -- off by one
+    Fault("one-merged-step-too-many-waits", "merge/lateness.py", "at.lag >= limits.max_lag", "at.lag > limits.max_lag"),
+    Fault(
+        "absent-in-its-first-step",
+        "merge/merged_steps.py",
+        "if training.step < merging.takes_part_from:",
+        "if training.step <= merging.takes_part_from:",
+    ),
+    Fault(
+        "end-noted-a-step-early",
+        "merge/step_result.py",
+        "self._rank.channel.merged(current.step)",
+        "self._rank.channel.merged(current.step - 1)",
+    ),
+    Fault("ended-after-the-step-and-missed-in-it", "merge/channel.py", "end.merged < step", "end.merged <= step"),
+    # -- a weight, or what was dropped
+    Fault(
+        "estimate-unweighted",
+        "merge/round.py",
+        "self.num_in[index] > 0, self.passes.weight * weights[index]",
+        "self.num_in[index] > 0, weights[index]",
+    ),
+    Fault("part-unweighted", "merge/round.py", "Share(weight * weights[index], ", "Share(weights[index], "),
+    Fault(
+        "estimate-for-what-is-there-too",
+        "merge/round.py",
+        "weights[index] = estimate.weight * (1 - share)",
+        "weights[index] = estimate.weight",
+    ),
+    Fault("dropped-in-the-row-only", "merge/round.py", "            self.num_in = [0] * len(computed)\n", ""),
+    Fault(
+        "not-finite-keeps-its-weight", "merge/buffers.py", "        flat.tail.view(2, -1).masked_fill_(bad, 0.0)\n", ""
+    ),
+    Fault(
+        "moved-without-what-was-not-sent",
+        "merge/buffers.py",
+        "flat.gradients.copy_(its.gradients)",
+        "flat.wire.copy_(its.wire)",
+    ),
+]
+
+MEMBERS = [
+    # -- views
+    Fault(
+        "older-view-seen-last",
+        "members/view_chain.py",
+        "if known is None or (view.generation, view.begun) > (known.generation, known.begun):",
+        "if known is None or (view, view.begun) != (known, known.begun):",
+    ),
+    Fault(
+        "view-in-which-it-gives-is-forgotten",
+        "members/view_chain.py",
+        "if view.giver == self.rank and (self.giving is None or view.step > self.giving.step):",
+        "if view.giver == self.rank:",
+    ),
+    Fault(
+        "view-overwritten",
+        "members/stored_view.py",
+        "return self._swap(store, old.encode(), new.encode())",
+        "store.set(_KEY, new.encode())\n        return True",
+    ),
+    Fault(
+        "view-followed-twice",
+        "members/regrouping.py",
+        "if view.generation <= self._channel.generation:",
+        "if view.generation < self._channel.generation:",
+    ),
+    Fault(
+        "skipped-view-had-put-it-out",
+        "members/regrouping.py",
+        "self._member.put_out()  # the view",
+        "pass  # the view",
+    ),
+    Fault(
+        "newer-hold-forgotten",
+        "members/regrouping.py",
+        "        if membership.chain.held is held:\n            membership.chain.held = None",
+        "        membership.chain.held = None",
+    ),
+    Fault(
+        "waits-for-a-view-that-is-there",
+        "members/member.py",
+        "elif table.admits() and step >= self._let_in_at and not self.notes_of(current).complete:",
+        "elif table.admits() and step >= self._let_in_at:",
+    ),
+    Fault("refilled-view-is-no-new-one", "members/refill.py", "return newest.again()", "return newest"),
+    # -- who is gone
+    Fault("own-silence-is-theirs", "members/view.py", "before = {} if missed else self._signs", "before = self._signs"),
+    Fault(
+        "left-to-those-without-state",
+        "members/failure_detector.py",
+        "self._have_state(view.without(gone), view)",
+        "self._have_state(view, view)",
+    ),
+    Fault(
+        "sign-of-another-process",
+        "members/heartbeat.py",
+        'return f"beat/{rank}/{incarnation}"',
+        'return f"beat/{rank}"',
+    ),
+    Fault(
+        "put-out-counted-again",
+        "members/put_out.py",
+        "gone = frozenset() if new else view.put_out - self._put_out - self._known.out",
+        "gone = view.put_out - self._put_out - self._known.out",
+    ),
+    # -- a round whose members change
+    Fault(
+        "frozen-in-the-old-epoch",
+        "members/member.py",
+        "        self._rank.channel.epoch += 1\n        self._rank.rounds.merge_among_none()\n        if self.is_out:",
+        "        self._rank.rounds.merge_among_none()\n        if self.is_out:",
+    ),
+    Fault(
+        "new-groups-wake-nobody",
+        "members/member.py",
+        "                device.wait_for_all()\n            merging.step_merged.notify_all()\n",
+        "                device.wait_for_all()\n",
+    ),
+    Fault(
+        "put-out-wakes-nobody",
+        "members/member.py",
+        "                self.slow.begin_anew()\n            merging.step_merged.notify_all()\n",
+        "                self.slow.begin_anew()\n",
+    ),
+    Fault(
+        "rows-not-copied",
+        "members/member.py",
+        "self._last_telemetry = current.buffers.telemetry.clone()",
+        "self._last_telemetry = current.buffers.telemetry",
+    ),
+    Fault(
+        "failed-counts-as-merged",
+        "members/moved_round.py",
+        "if works and all(map(succeeded, works))}",
+        "if works and all(work.is_completed() for work in works)}",
+    ),
+    Fault(
+        "old-merge-still-writes",
+        "members/moved_round.py",
+        "if lost or not all(work.is_completed() for work in chain.from_iterable(current.launched)):",
+        "if lost:",
+    ),
+    Fault(
+        "gradient-of-one-who-left-is-not-told",
+        "members/moved_round.py",
+        "    current.rows_tell_all = not (repair.given or repair.kept)\n",
+        "",
+    ),
+    Fault(
+        "bucket-of-a-rank-and-not-its-place",
+        "members/moved_round.py",
+        "current.buffers.broadcast(bucket, groups, place_of[giver])",
+        "current.buffers.broadcast(bucket, groups, giver)",
+    ),
+    Fault("rows-of-a-rank-and-not-its-place", "members/regrouping.py", "view.ranks.index(way.giver)", "way.giver"),
+    Fault(
+        "newcomer-lacks-what-all-have",
+        "members/view.py",
+        "if len(ranks) == len(progress))",
+        "if len(ranks) == len(known))",
+    ),
+    Fault(
+        "epoch-read-after-the-wait",
+        "members/completion.py",
+        'that all ranks have it", give_up_s, epoch)\n        return epoch',
+        'that all ranks have it", give_up_s, epoch)\n        return channel.epoch',
+    ),
+    Fault(
+        "not-confirmed-in-a-usual-step",
+        "members/completion.py",
+        "        channel.wait(last, current.step,",
+        "        if apart:\n            channel.wait(last, current.step,",
+    ),
+    Fault("row-behind-its-message", "members/completion.py", _ROW + _SEND, _SEND + _ROW),
+    Fault(
+        "rows-of-those-who-left",
+        "members/completion.py",
+        "        notes.row_ranks = self._rank.rounds.ranks\n",
+        "",
+    ),
+    Fault(
+        "other-state-among-changed-members",
+        "members/completion.py",
+        "is_usual = self.is_current(epoch) and current.step != self._member.changed_in",
+        "is_usual = self.is_current(epoch)",
+    ),
+    # -- a rank comes back
+    Fault(
+        "merged-steps-of-one-who-was-out",
+        "members/member.py",
+        "            self._rank.ring.clear()\n            self._rank.stand_in.rest()\n",
+        "            self._rank.stand_in.rest()\n",
+    ),
+    Fault(
+        "step-twice-in-the-history",
+        "members/member.py",
+        "                if number >= history.num_steps:\n                    deadline.decide(table)\n",
+        "                deadline.decide(table)\n",
+    ),
+    Fault("deadline-not-healed", "members/member.py", "            deadline.seconds = deadline_s\n", ""),
+    Fault(
+        "momentum-not-healed",
+        "members/healing.py",
+        "if value is not None and (loaders_too or not is_loader(value)):",
+        "if value is not None and loaders_too:",
+    ),
+    Fault("state-of-an-earlier-step", "members/healing.py", "        if view.step > step:\n            return\n", ""),
+    Fault(
+        "state-before-its-view",
+        "members/healing.py",
+        "return self._rank.merging.takes_part_from == view.step or self._channel.generation > view.generation",
+        "return self._arrival is not None",
+    ),
+    Fault("newcomer-a-step-behind", "members/regrouping.py", "way.step > view.step:", "way.step > view.step + 1:"),
+    Fault("asks-for-ever", "members/regrouping.py", "                self._asked_at = None\n", ""),
+    Fault(
+        "is-out-and-lets-others-in",
+        "members/membership.py",
+        "if not self.chain.is_in(view):  # it was put out",
+        "if not self.chain.has_view:  # it was put out",
+    ),
+    Fault(
+        "request-of-another-rank-withdrawn",
+        "members/join_requests.py",
+        'store.delete_key(f"join/{each}")',
+        'store.delete_key(f"join/{self._rank}")',
+    ),
+]
+
+LOOPS_AND_POLICIES = [
+    Fault(
+        "nothing-left-but-what-was-put-back",
+        "pools/draws.py",
+        "self._is_back = self._asked_before = True",
+        "self._is_back = True",
+    ),
+    Fault(
+        "lock-held-while-it-draws",
+        "pools/draws.py",
+        "            more = asked.answer()\n",
+        "            with self._lock:\n                more = asked.answer()\n",
+    ),
+    Fault(
+        "put-back-and-still-settled",
+        "pools/pool.py",
+        'phase="draw" if self.settles else "unsettle", settles=False',
+        'phase="draw", settles=False',
+    ),
+    Fault(
+        "shares-of-those-who-left-stay-closed",
+        "pools/pulling.py",
+        "            draws.left(sharing.difference(channel.awaited))\n",
+        "",
+    ),
+    Fault(
+        "weight-of-another-step",
+        "pools/pulling.py",
+        "[weight if parts else 0.0 for parts, weight in weights]",
+        "[weight for _, weight in weights]",
+    ),
+    Fault(
+        "pass-over-before-its-gradients-are-in",
+        "loop/open_step.py",
+        "            self._merge_waiting()\n            self._coordinator.end_pass(number)\n",
+        "            self._coordinator.end_pass(number)\n            self._merge_waiting()\n",
+    ),
+    Fault(
+        "late-with-all-done",
+        "loop/open_step.py",
+        "truncated = cut and (self._idle or self.num_over < self._passes_with_data)",
+        "truncated = cut",
+    ),
+    Fault(
+        "last-batch-told-late",
+        "loop/uneven.py",
+        "                if following is _END:\n",
+        "                if not own:\n",
+    ),
+    Fault("wrong-one-of-two-counters", "loop/uneven.py", 'self.over = state["over"]', 'self.begun = state["over"]'),
+    Fault(
+        "kept-without-a-copy",
+        "source/kept.py",
+        "self.gradients = {index: gradient.detach().clone() for index, gradient in kept.items()}",
+        "self.gradients = dict(kept)",
+    ),
+    Fault(
+        "history-counts-anew",
+        "policies/history.py",
+        "self._num_steps = history.num_steps - len(history.compute_s)",
+        "self._num_steps = 0",
+    ),
+    Fault(
+        "choice-of-another-history",
+        "policies/auto_deadline.py",
+        "if self.chosen is None or (history.num_steps - since, history.evenly) != self._chosen_at:",
+        "if self.chosen is None or not since:",
+    ),
+]
+
+FAULTS = [*MERGE, *MEMBERS, *LOOPS_AND_POLICIES]
