@@ -231,7 +231,8 @@ def loop(rank: Rank, schedule: Schedule) -> list[str]:
             step = report.step + 1
             if not report.ranks[rank.number].absent:
                 absent = [own.rank for own in report.ranks if own.absent]
-                rank.note(step=report.step, parameters=parameters_of(module), absent=absent)
+                told = repr((report.deadline_s, report.ranks))
+                rank.note(step=report.step, parameters=parameters_of(module), told=told, absent=absent)
     finally:
         model.close()
     return problems
@@ -273,7 +274,7 @@ def problems_of(schedule: Schedule) -> list[str]:
             continue  # it came back too late
         elif not ((fails and isinstance(result, PeerFailed)) or isinstance(result, OwnError)):
             found.append(f"rank {rank}: {result!r} at {_place_of(result)}")
-    parameters: dict[int, set[str]] = {}
+    parameters, told = dict[int, set[str]](), dict[int, set[str]]()
     may_be_out = {fault.rank for fault in schedule.faults if isinstance(fault, Cut | Freeze) and schedule.members}
     for rank, notes in done.notes.items():
         for note, following in itertools.zip_longest(notes, notes[1:]):
@@ -281,7 +282,9 @@ def problems_of(schedule: Schedule) -> list[str]:
             is_last = note["step"] == schedule.steps - 1 and rank not in may_be_out
             if is_last or (following and following["step"] == note["step"] + 1):
                 parameters.setdefault(note["step"], set()).add(note["parameters"])
+                told.setdefault(note["step"], set()).add(note["told"])
     found += [f"step {step}: replicas differ" for step, own in sorted(parameters.items()) if len(own) > 1]
+    found += [f"step {step}: reports differ: {own}" for step, own in sorted(told.items()) if len(own) > 1]
     lost = {rank for notes in done.notes.values() for note in notes for rank in note["absent"]}
     found += [f"rank {rank} was lost, to which nothing happened" for rank in sorted(lost & _unharmed(schedule))]
     if not fails:
