@@ -288,7 +288,7 @@ def problems_of(schedule: Schedule) -> list[str]:
     lost = {rank for notes in done.notes.values() for note in notes for rank in note["absent"]}
     found += [f"rank {rank} was lost, to which nothing happened" for rank in sorted(lost & _unharmed(schedule))]
     if not fails:
-        most = max(parameters, default=-1)
+        most = max((note["step"] for notes in done.notes.values() for note in notes), default=-1)
         found += [f"the job ended after step {most} of {schedule.steps}"] * (most != schedule.steps - 1)
     return found
 
