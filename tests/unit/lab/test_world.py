@@ -142,6 +142,22 @@ def test_what_must_hold_does_in_schedules_that_are_drawn(seed):
 
 
 FOUND: list[Schedule] = [
+    # killed while it ended, with all others gone, and started again: it is no live member for itself
+    Schedule(
+        700134,
+        2,
+        25,
+        True,
+        "0.15",
+        "MovingAverage",
+        "microbatch",
+        wire_dtype="bfloat16",
+        num_microbatches=3,
+        weighs=True,
+        in_buckets=False,
+        slow=(1.0, 1.0),
+        faults=(Kill(0, 0.979, 0.5), Kill(0, 7.332, 0.5)),
+    ),
     # cut off in the first step, which its peer makes again without it: other histories are no reason to end
     Schedule(
         300033,
