@@ -252,13 +252,13 @@ class FailureDetector:
         Of its own replica it also learns whether all ranks are there: none of them can come back alone.
         """
         ranks, own = [self._inside.rank(member) for member in view.ranks], self._inside.others(self._chain.rank)
-        known = {**view.members, self._chain.rank: self._chain.incarnation}
+        known = {self._chain.rank: self._chain.incarnation, **view.members}  # an earlier process of it may be a member
+        if own:
+            known[self._chain.rank] = self._chain.incarnation
         self._silence.look(world.monotonic(), self._hear(store, known, [*ranks, *own]))
         limit_s = _QUICK_S if self._replica_broke else _LOST_S
         dead, lost = set(self._silence.longer_than(_DEAD_S)), self._silence.longer_than(limit_s)
-        # without this rank, an earlier process of which may be a member by what the view says
-        others = [self._inside.rank(member) for member in view.ranks if member != self._chain.rank]
-        self.alone = bool(ranks) and all(rank in dead or self._ended(store, known, rank) for rank in others)
+        self.alone = bool(ranks) and all(rank in dead or self._ended(store, known, rank) for rank in ranks)
         silent = {rank: self._said(rank, f"no sign of life for {limit_s:g} s") for rank in own if rank in lost}
         why = (self._ended(store, known, rank) or silent.get(rank, "") for rank in own)
         self.lost_of_replica = next(filter(None, why), "")
