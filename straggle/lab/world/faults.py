@@ -17,13 +17,7 @@ class Stall:
 
     def begin(self, job: Job) -> None:
         """Set its timers."""
-
-        def stand() -> None:
-            thread = job.training[self.rank]
-            job.scheduler.paused.add(thread)
-            job.scheduler.after(self.for_s, lambda: job.scheduler.paused.discard(thread))
-
-        job.scheduler.at(self.at_s, stand)
+        job.scheduler.at(self.at_s, lambda: job.scheduler.pause(job.training[self.rank], self.for_s))
 
 
 @dataclass(frozen=True)
@@ -36,8 +30,7 @@ class Freeze:
 
     def begin(self, job: Job) -> None:
         """Set its timers."""
-        job.scheduler.at(self.at_s, lambda: job.scheduler.paused.add(self.rank))
-        job.scheduler.at(self.at_s + self.for_s, lambda: job.scheduler.paused.discard(self.rank))
+        job.scheduler.at(self.at_s, lambda: job.scheduler.pause(self.rank, self.for_s))
 
 
 @dataclass(frozen=True)
@@ -72,17 +65,8 @@ class Cut:
 
     def begin(self, job: Job) -> None:
         """Set its timers."""
-
-        def cut() -> None:
-            job.network.cut.add(self.rank)
-            job.server.cut.add(self.rank)
-
-        def mend() -> None:
-            job.network.mend()
-            job.server.mend()
-
-        job.scheduler.at(self.at_s, cut)
-        job.scheduler.at(self.at_s + self.for_s, mend)
+        job.scheduler.at(self.at_s, lambda: job.network.cut_off(self.rank))
+        job.scheduler.at(self.at_s + self.for_s, lambda: job.network.mend(self.rank))
 
 
 @dataclass(frozen=True)
@@ -94,5 +78,5 @@ class StoreAway:
 
     def begin(self, job: Job) -> None:
         """Set its timers."""
-        job.scheduler.at(self.at_s, lambda: setattr(job.server, "is_away", True))
+        job.scheduler.at(self.at_s, job.server.go_away)
         job.scheduler.at(self.at_s + self.for_s, job.server.come_back)

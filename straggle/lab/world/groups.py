@@ -8,6 +8,7 @@ world is `Broken` then.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
@@ -25,12 +26,12 @@ LATE = "Timed out waiting for recv operation to complete"
 
 
 class Network:
-    """The links between ranks. ``delay_s``: the mean of one message's; ``cut``: ranks that nothing comes from or to."""
+    """The links between ranks. ``delay_s``: the mean of one message's."""
 
     def __init__(self, world: Scheduler, server: Server, num_ranks: int, delay_s: float = 5e-4) -> None:
         self.world, self.server, self.num_ranks, self.delay_s = world, server, num_ranks, delay_s
-        self.cut: set[int] = set()
-        self.held: list[Callable[[], None]] = []  # what comes when links are whole again
+        self._cut: Counter[int] = Counter()  # ranks that nothing comes from or to, and for how many reasons
+        self._held: list[Callable[[], None]] = []  # what comes when links are whole again
         self.meetings: dict[Hashable, Meeting] = {}
         self._counts: dict[Hashable, int] = {}
 
@@ -43,19 +44,25 @@ class Network:
         """Call it when a message between these ranks has come."""
 
         def comes() -> None:
-            if self.cut.isdisjoint(ranks):
-                call()
+            if any(self._cut[rank] for rank in ranks):
+                self._held.append(comes)
             else:
-                self.held.append(call)
+                call()
 
         self.world.after(self.world.random.expovariate(1 / self.delay_s), comes)
 
-    def mend(self) -> None:
-        """All links are whole again."""
-        self.cut.clear()
-        held, self.held = self.held, []
-        for call in held:
-            call()
+    def cut_off(self, rank: int) -> None:
+        """Nothing comes from this rank or to it, the store's answers included."""
+        self._cut[rank] += 1
+        self.server.cut[rank] += 1
+
+    def mend(self, rank: int) -> None:
+        """What was held up by that comes now."""
+        self._cut[rank] -= 1
+        self.server.mend(rank)
+        held, self._held = self._held, []
+        for comes in held:
+            comes()
 
     def lose(self, rank: int) -> None:
         """A rank's process is gone: its peers' connections to it close."""

@@ -39,10 +39,6 @@ class Rank:
         """Take so long, as a layer does, or the loading of a batch."""
         world.sleep(seconds)
 
-    def draw(self) -> float:
-        """A number from 0 to 1, from the seed."""
-        return self.job.scheduler.random.random()
-
     def note(self, **values: Any) -> None:
         """Keep these for whoever runs the world, with the time."""
         self.job.notes[self.number].append({"at": world.monotonic(), **values})
@@ -137,9 +133,10 @@ def run_world(
 
     The loop is a training loop as it would be under torchrun, around `StagedDataParallel`, whose models it closes; it
     takes time by ``rank.work(seconds)`` alone, and random numbers from generators of its own. Links are not measured
-    here, as that needs sockets: with members, give the model ``links=False``. Raises `Broken` if
-    no thread can go on, if it is not over after ``longest_s`` seconds of virtual time, if a thread waits for others
-    while it holds a lock, if ranks' collectives differ, or if a rank has threads left ``end_s`` after its loop.
+    here, as that needs sockets: with members, give the model ``links=False``. Raises `Broken` if no thread can go on,
+    if it is not over after ``longest_s`` seconds of virtual time, if a thread waits for others while it holds a lock,
+    if a thread of straggle's ends by an error, if ranks' collectives differ, or if threads are left ``end_s`` after
+    the loops.
     """
     scheduler = Scheduler(seed, longest_s)
     server = Server(scheduler)
@@ -152,10 +149,9 @@ def run_world(
         "process": scheduler.process,
         "end_process": job.kill_self,
     }
-    digest, ended_at = hashlib.sha256(), list[float]()
+    ended_at = list[float]()
 
     def all_over() -> bool:
-        digest.update(b"%d" % scheduler.num_ready)
         if job.loops_are_over:
             ended_at.append(scheduler.now)
             if scheduler.now > ended_at[0] + end_s:
@@ -179,7 +175,7 @@ def run_world(
         if collects:
             gc.enable()
     found = tuple(job.results.get(number) for number in range(ranks))
-    return Run(found, job.notes, digest.hexdigest(), scheduler.now, scheduler.num_switches)
+    return Run(found, job.notes, scheduler.digest.hexdigest(), scheduler.now, scheduler.num_switches)
 
 
 def parameters_of(module: nn.Module) -> str:

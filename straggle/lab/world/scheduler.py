@@ -7,11 +7,13 @@ the same one again.
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import random
 import sys
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,7 +44,6 @@ class Thread(threading.Thread):
         self.waits_for: object = None  # what wakes it
         self.holds: list[object] = []  # locks
         self.is_over = False
-        self.error: BaseException | None = None
         self.joiners: list[Thread] = []
 
     def start(self) -> None:
@@ -60,7 +61,7 @@ class Thread(threading.Thread):
         except Ended:
             pass
         except BaseException as error:
-            self.error = error
+            self.world.broken(f"rank {self.rank}'s thread {self.name} ended by {error!r}")
         finally:
             self.world.over(self)
 
@@ -93,9 +94,9 @@ class Scheduler:
         self.now = 0.0
         self.num_switches = 0
         self.threads: list[Thread] = []
-        self.paused: set[object] = set()  # ranks and threads that are not chosen
+        self.paused: Counter[object] = Counter()  # ranks and threads that are not chosen, and for how many reasons
         self.dead: set[int] = set()  # processes
-        self.trace: list[tuple[float, int, str]] | None = None  # when which rank's thread was chosen, if that is kept
+        self.digest = hashlib.sha256()  # of who was chosen, and when
         self._longest_s = longest_s
         self._ready: list[Thread] = []
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
@@ -130,11 +131,6 @@ class Scheduler:
         if self.has_ended(me):
             raise Ended
         return me
-
-    @property
-    def num_ready(self) -> int:
-        """Threads that could run now."""
-        return len(self._ready)
 
     def has_ended(self, thread: Thread) -> bool:
         """Whether it is to unwind."""
@@ -177,6 +173,11 @@ class Scheduler:
     def sleep(self, seconds: float) -> None:
         """Let so much virtual time pass."""
         self.wait([], seconds)
+
+    def pause(self, who: object, seconds: float) -> None:
+        """Choose this rank, or this thread, for so long not."""
+        self.paused[who] += 1
+        self.after(seconds, lambda: self.paused.subtract([who]))
 
     def at(self, when: float, call: Callable[[], None]) -> None:
         """Call it then, between two threads' turns."""
@@ -271,8 +272,7 @@ class Scheduler:
             if ready := self._may_run():
                 chosen = ready[self.random.randrange(len(ready))]
                 self._ready.remove(chosen)
-                if self.trace is not None:
-                    self.trace.append((self.now, chosen.rank, chosen.name))
+                self.digest.update(f"{self.now!r} {chosen.process} {chosen.name}".encode())
                 return chosen
             if not self._timers:
                 self.broken("no thread can go on, and no timer is left")
@@ -282,6 +282,6 @@ class Scheduler:
     def _may_run(self) -> Sequence[Thread]:
         if self.dead:
             self._ready = [thread for thread in self._ready if thread.process not in self.dead]
-        if not self.paused:
+        if not any(self.paused.values()):
             return self._ready
-        return [t for t in self._ready if t.rank not in self.paused and t not in self.paused]
+        return [own for own in self._ready if not (self.paused[own.rank] or self.paused[own])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -14,27 +15,32 @@ Answer = TypeVar("Answer")
 
 
 class Server:
-    """Keys and values. ``answer_s``: the mean time of a request; ``is_away``: none is answered meanwhile.
-
-    ``cut``: ranks whose requests do not come.
-    """
+    """Keys and values. ``answer_s``: the mean time of a request; ``cut``: ranks whose requests do not come."""
 
     def __init__(self, world: Scheduler, answer_s: float = 2e-4) -> None:
         self.world = world
         self.answer_s = answer_s
-        self.is_away = False
-        self.cut: set[int] = set()
+        self.cut: Counter[int] = Counter()
+        self._num_away = 0  # for how many reasons it answers nobody
         self.data: dict[str, bytes] = {}
         self.waiters: list[Thread] = []
 
+    def answers(self, rank: int) -> bool:
+        """Whether this rank's requests are answered now."""
+        return not (self._num_away or self.cut[rank])
+
+    def go_away(self) -> None:
+        """Answer nobody."""
+        self._num_away += 1
+
     def come_back(self) -> None:
         """Answer again."""
-        self.is_away = False
-        self.mend()
+        self._num_away -= 1
+        self.world.wake(self.waiters)
 
-    def mend(self) -> None:
-        """Requests of all ranks come again."""
-        self.cut.clear()
+    def mend(self, rank: int) -> None:
+        """This rank's requests come again."""
+        self.cut[rank] -= 1
         self.world.wake(self.waiters)
 
 
@@ -100,11 +106,10 @@ class Store:
 
     def _ask(self, request: Callable[[dict[str, bytes]], Answer]) -> Answer:
         world = self.server.world
-        held = [lock for lock in world.check().holds if lock is not None]
-        if held:
+        if world.check().holds:
             raise world.broken("a thread asks the store while it holds a lock")
         world.sleep(world.random.expovariate(1 / self.server.answer_s))
-        while self.server.is_away or world.current.rank in self.server.cut:
+        while not self.server.answers(world.current.rank):
             world.wait(self.server.waiters)
         answer = request(self.server.data)
         world.sleep(world.random.expovariate(1 / self.server.answer_s))
