@@ -200,7 +200,7 @@ def loop(rank: Rank, schedule: Schedule) -> list[str]:
     model = StagedDataParallel(module, stages=LAYERS, **options)
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3, momentum=0.5)
     step, expected, next_step = model.register_state(optimizer=optimizer), Expected(plan), 0
-    problems: list[str] = []
+    problems, was_in = list[str](), -2
     try:
         for _ in _batches(schedule, rank.number, model):
             if step >= schedule.steps:
@@ -231,8 +231,12 @@ def loop(rank: Rank, schedule: Schedule) -> list[str]:
             step = report.step + 1
             if not report.ranks[rank.number].absent:
                 absent = [own.rank for own in report.ranks if own.absent]
-                told = repr((report.deadline_s, report.ranks))
+                # not its deadline in the first step after it was out: it merges that one before it has its peers' state
+                told = [repr(report.ranks)]
+                if report.step in (0, was_in + 1):
+                    told.append(f"a deadline of {report.deadline_s} s")
                 rank.note(step=report.step, parameters=parameters_of(module), told=told, absent=absent)
+                was_in = report.step
     finally:
         model.close()
     return problems
@@ -274,7 +278,7 @@ def problems_of(schedule: Schedule) -> list[str]:
             continue  # it came back too late
         elif not ((fails and isinstance(result, PeerFailed)) or isinstance(result, OwnError)):
             found.append(f"rank {rank}: {result!r} at {_place_of(result)}")
-    parameters, told = dict[int, set[str]](), dict[int, set[str]]()
+    parameters, told = dict[int, set[str]](), dict[tuple[int, int], set[str]]()
     may_be_out = {fault.rank for fault in schedule.faults if isinstance(fault, Cut | Freeze) and schedule.members}
     for rank, notes in done.notes.items():
         for note, following in itertools.zip_longest(notes, notes[1:]):
@@ -282,9 +286,10 @@ def problems_of(schedule: Schedule) -> list[str]:
             is_last = note["step"] == schedule.steps - 1 and rank not in may_be_out
             if is_last or (following and following["step"] == note["step"] + 1):
                 parameters.setdefault(note["step"], set()).add(note["parameters"])
-                told.setdefault(note["step"], set()).add(note["told"])
+                for number, words in enumerate(note["told"]):
+                    told.setdefault((note["step"], number), set()).add(words)
     found += [f"step {step}: replicas differ" for step, own in sorted(parameters.items()) if len(own) > 1]
-    found += [f"step {step}: reports differ: {own}" for step, own in sorted(told.items()) if len(own) > 1]
+    found += [f"step {step}: reports differ: {own}" for (step, _), own in sorted(told.items()) if len(own) > 1]
     lost = {rank for notes in done.notes.values() for note in notes for rank in note["absent"]}
     found += [f"rank {rank} was lost, to which nothing happened" for rank in sorted(lost & _unharmed(schedule))]
     if not fails:
