@@ -42,17 +42,18 @@ def main(words: Sequence[str]) -> int:
     ctrl_c.start()
     environment = {**os.environ, "WORLD_SIZE": ranks}
     checked = subprocess.run([sys.executable, "-m", "straggle", "check", command, *keys], env=environment, check=False)
+    with ctrl_c.acts:  # Ctrl-C ends the check, and then this process: not with its status, nor without a word
+        ctrl_c.begun = not checked.returncode and by == "torchrun"
     if checked.returncode:
         return checked.returncode
-    return _torchrun(options, ctrl_c) if by == "torchrun" else _launch(options, ctrl_c)
+    return _torchrun(options) if by == "torchrun" else _launch(options, ctrl_c)
 
 
-def _torchrun(options: Sequence[str], ctrl_c: _CtrlC) -> int:
+def _torchrun(options: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    ctrl_c.begun = True
     try:
         torchrun(list(options))
     except SignalException as error:
@@ -75,12 +76,16 @@ def _launch(options: Sequence[str], ctrl_c: _CtrlC) -> int:
 
 
 class _CtrlC(threading.Thread):
-    """Looks for Ctrl-C until ``over``. ``begun``: there may be workers; ``hears``: these end after a step if asked."""
+    """Looks for Ctrl-C until ``over``. ``begun``: there may be workers; ``hears``: these end after a step if asked.
+
+    ``acts`` is held while it does what Ctrl-C asks for, and by whoever sets ``begun``.
+    """
 
     def __init__(self, signs: Path, *, hears: bool) -> None:
         super().__init__(daemon=True)
         self.begun = False
         self.over = threading.Event()
+        self.acts = threading.Lock()
         self._signs, self._hears = signs, hears
 
     def run(self) -> None:
@@ -88,7 +93,8 @@ class _CtrlC(threading.Thread):
         while not self.over.wait(_LOOK_S):
             if signal.SIGINT in signal.sigpending():
                 signal.sigwait({signal.SIGINT})
-                self._pressed()
+                with self.acts:
+                    self._pressed()
 
     def _pressed(self) -> None:
         if self.begun and self._hears:
