@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
@@ -150,7 +149,7 @@ class StagedDataParallel(nn.Module):
         self.idle = False  # this rank has no data for the steps from here on: it takes part with weight 0
         self.loads_missed = True  # a batch for each step that it has missed, if no loader says that it does not
         self.default_weight = 1.0  # weight of a step whose `Step.weight` the loop does not set
-        self._finalizer = weakref.finalize(self, world.in_this_process(built.closing()))
+        self._finalizer = world.finalize(self, world.in_this_process(built.closing()))
         self._of_the_job = frozenset(self.__dict__) - own
         for phase in self._wings.built:
             phase()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent import futures
 from contextlib import contextmanager
@@ -26,8 +27,21 @@ Condition = threading.Condition
 Event = threading.Event
 Thread = threading.Thread
 Future = futures.Future
+finalize = weakref.finalize
 
-__all__ = ["Condition", "Event", "Future", "Lock", "OfProcess", "SimpleQueue", "Thread", "dist", "monotonic", "sleep"]
+__all__ = [
+    "Condition",
+    "Event",
+    "Future",
+    "Lock",
+    "OfProcess",
+    "SimpleQueue",
+    "Thread",
+    "dist",
+    "finalize",
+    "monotonic",
+    "sleep",
+]
 
 Own = TypeVar("Own")
 

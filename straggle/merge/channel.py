@@ -9,7 +9,6 @@ import contextlib
 import json
 import logging
 import math
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -128,7 +127,7 @@ class Channel:
         )
         leave = partial(leave_groups, self._gloo_groups, self._job_groups, self._progress)
         end = world.in_this_process(report_end)
-        self._finalizer = weakref.finalize(self, end, self.store, self.rank, self.name, self._progress, leave)
+        self._finalizer = world.finalize(self, end, self.store, self.rank, self.name, self._progress, leave)
 
     @staticmethod  # a bound method would keep this object alive as long as the store's thread
     def _connect(store: Any, corner: str) -> Any:

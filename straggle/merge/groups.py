@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import math
 import os
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -151,7 +150,7 @@ class GlooGroup(GlooCollectives):
         super().__init__(gloo_group(store, place, size, form_s))
         self._group._set_default_timeout(timedelta(seconds=limit_s))
         self._works: set[dist.Work] = set()  # any thread may launch one
-        self._finalizer = weakref.finalize(self, world.in_this_process(_set_aside), self._group, self._works)
+        self._finalizer = world.finalize(self, world.in_this_process(_set_aside), self._group, self._works)
 
     def drop(self) -> None:
         """Use it no more."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import random
 import sys
 import time
@@ -340,11 +341,29 @@ def _say(words: str) -> None:
     sys.stdout.flush()
 
 
+def _given(words: list[str]) -> dict[str, float]:
+    """Numbers by their keys. Raises ``ValueError`` for another word."""
+    given = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        if key not in ("seeds", "minutes", "first", "most", "shorten"):
+            raise ValueError(word)
+        try:
+            given[key] = 1.0 if word == "shorten=yes" else float(value)
+        except ValueError:
+            raise ValueError(word) from None
+    return given
+
+
 def main(words: list[str]) -> int:
     """The command."""
-    given = dict(word.split("=", 1) for word in words)
-    first = int(given.get("first") or random.SystemRandom().randrange(10**9))
-    number, limit_s = int(given.get("seeds", 10**9)), 60 * float(given.get("minutes", 1e9 if "seeds" in given else 1))
+    try:
+        given = _given(words)
+    except ValueError as error:
+        _say(f"{error}: give seeds=N, minutes=M, first=SEED, most=FAILURES or shorten=yes")
+        return 2
+    first = int(given.get("first", random.SystemRandom().randrange(10**9)))
+    number, limit_s = given.get("seeds", math.inf), 60 * given.get("minutes", math.inf if "seeds" in given else 1)
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     began, faults, failed, seed = time.monotonic(), Counter[str](), 0, first
@@ -356,7 +375,7 @@ def main(words: list[str]) -> int:
             _say(f"seed {seed}: {found[0][:1500]}\n  {schedule!r}")
             if "shorten" in given:
                 _say(f"  shorter: {shortened(schedule)!r}")
-            if failed >= int(given.get("most", 1)):
+            if failed >= given.get("most", 1):
                 seed += 1
                 break
         seed += 1

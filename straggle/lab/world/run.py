@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,6 +18,7 @@ from straggle.lab.world.groups import Distributed, Network
 from straggle.lab.world.scheduler import Broken, Ended, Scheduler, Thread
 from straggle.lab.world.store import Server
 from straggle.lab.world.threads import primitives
+from straggle.policies.deadline import check_count
 
 
 class Fault(Protocol):
@@ -57,6 +58,7 @@ class Job:
     training: dict[int, Thread] = field(default_factory=dict)  # each rank's training thread
     notes: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     results: dict[int, Any] = field(default_factory=dict)
+    finalizers: dict[int, list[Any]] = field(default_factory=dict)  # by process
     num_processes: int = 0
     num_to_start: int = 0
 
@@ -94,15 +96,20 @@ class Job:
         return not self.num_to_start and not any(map(self.lives, self.training))
 
     def _run(self, number: int) -> None:
+        process = self.training[number].process
         try:
             self.results[number] = self.loop(Rank(number, self.size, self))
         except (Exception, SystemExit) as error:
-            at: BaseException | None = error
-            while at is not None:  # whose frames keep the model
-                traceback.clear_frames(at.__traceback__)
-                at = at.__context__
             self.results[number] = error
-            gc.collect()  # as when the process ends: what it leaves is finalized, on this thread
+        for finalizer in reversed(self.finalizers.pop(process, [])):  # as when a process ends
+            finalizer()
+
+    def finalize(self, of: object, call: Callable[..., object], *arguments: Any) -> weakref.finalize[Any, Any]:
+        """As ``weakref.finalize``, for when the process of this rank ends."""
+        finalizer = weakref.finalize(of, call, *arguments)
+        finalizer.atexit = False
+        self.finalizers.setdefault(self.scheduler.check().process, []).append(finalizer)
+        return finalizer
 
 
 @dataclass(frozen=True)
@@ -131,13 +138,17 @@ def run_world(
 ) -> Run:
     """Run ``loop(rank)`` on each of the ``ranks``, in one order of events, which ``seed`` draws.
 
-    The loop is a training loop as it would be under torchrun, around `StagedDataParallel`, whose models it closes; it
+    The loop is a training loop as it would be under torchrun, around `StagedDataParallel`; it
     takes time by ``rank.work(seconds)`` alone, and random numbers from generators of its own. Links are not measured
     here, as that needs sockets: with members, give the model ``links=False``. Raises `Broken` if no thread can go on,
     if it is not over after ``longest_s`` seconds of virtual time, if a thread waits for others while it holds a lock,
     if a thread of straggle's ends by an error, if ranks' collectives differ, or if threads are left ``end_s`` after
-    the loops.
+    the loops; ``ValueError`` for a fault of a rank that there is not.
     """
+    check_count("ranks", ranks, least=1)
+    for fault in faults:
+        if not 0 <= (of := getattr(fault, "rank", 0)) < ranks:
+            raise ValueError(f"{fault}: there is no rank {of} of {ranks}")
     scheduler = Scheduler(seed, longest_s)
     server = Server(scheduler)
     network = Network(scheduler, server, ranks)
@@ -148,6 +159,7 @@ def run_world(
         "dist": Distributed(network),
         "process": scheduler.process,
         "end_process": job.kill_self,
+        "finalize": job.finalize,
     }
     ended_at = list[float]()
 

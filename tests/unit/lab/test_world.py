@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from schedules import Schedule, draw, problems_of
+from schedules import main as sweep
 from torch import nn
 
 import straggle
@@ -80,6 +81,32 @@ def test_peers_of_a_rank_that_is_killed_end_with_an_error_that_names_it():
         assert isinstance(result, straggle.PeerFailed)
         assert "no answer from ranks [1]" in str(result)
     assert run.seconds < 30
+
+
+def test_model_that_is_not_closed_ends_with_its_loop_as_with_a_process():
+    def loop(rank):
+        with StagedDataParallel(nn.Linear(2, 2)).step():
+            rank.work(0.01)
+
+    assert run_world(loop, ranks=2).seconds < 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"ranks": 0}, "ranks=0"),
+        ({"ranks": 2, "faults": [Kill(2, at_s=0.1)]}, r"Kill\(rank=2, .*there is no rank 2 of 2"),
+    ],
+)
+def test_world_of_no_ranks_and_faults_of_ranks_that_are_not_there_are_refused(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        run_world(small, **arguments)
+
+
+@pytest.mark.parametrize("word", ["bad", "seeds=abc", "nosuch=3", "minutes="])
+def test_sweep_refuses_a_word_that_it_does_not_know(word, capsys):
+    assert sweep([word]) == 2
+    assert capsys.readouterr().out.startswith(f"{word}: give seeds=N")
 
 
 def test_faults_of_one_kind_that_overlap_end_with_the_last():
