@@ -23,8 +23,8 @@ from straggle.garbage import CollectGarbage
 from straggle.members.membership import JobDone
 from straggle.members.replica_mesh import replica_mesh
 from straggle.members.view import Elastic
-from straggle.merge.channel import PeerFailed
 from straggle.merge.options import Merge
+from straggle.merge.wire.channel import PeerFailed
 from straggle.observe.watch import Watch, watch
 from straggle.parallel import StagedDataParallel
 from straggle.policies.auto_deadline import AutoDeadline

@@ -30,15 +30,15 @@ from straggle.members.meeting import meet_members
 from straggle.members.view import Elastic
 from straggle.members.wing import Members
 from straggle.merge.alike import Wrapped
-from straggle.merge.buffers import bytes_on_wire
-from straggle.merge.channel import Channel
-from straggle.merge.groups import OWN_GROUP
+from straggle.merge.late.replica import Replica
 from straggle.merge.phases import Phase, when_left
-from straggle.merge.rank_parts import RankParts
-from straggle.merge.replica import Replica
+from straggle.merge.round.buffers import bytes_on_wire
+from straggle.merge.round.rank_parts import RankParts
 from straggle.merge.saved_state import ResumeState, SharedMemory
 from straggle.merge.state.module_state import ModuleState
 from straggle.merge.wing import Wings
+from straggle.merge.wire.channel import Channel
+from straggle.merge.wire.groups import OWN_GROUP
 from straggle.pools.pulling import Pulling
 from straggle.replay.wing import Replay
 from straggle.report import MembersReport

@@ -36,12 +36,12 @@ from straggle.merge.checks import (
     refuse_ddp_kwargs,
     refuse_pull,
 )
+from straggle.merge.late.sides import Entry
 from straggle.merge.options import Merge
-from straggle.merge.round import Round
+from straggle.merge.round.round import Round
+from straggle.merge.rows.step_record import StepRecord
+from straggle.merge.rows.telemetry import NO_FINGERPRINT
 from straggle.merge.saved_state import SavedState, SharedState
-from straggle.merge.sides import Entry
-from straggle.merge.step_record import StepRecord
-from straggle.merge.telemetry import NO_FINGERPRINT
 from straggle.policies.deadline import Deadline, LateHandling, as_deadline
 from straggle.policies.estimators import Abstain, Estimator
 from straggle.policies.history import History

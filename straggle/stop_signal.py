@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from straggle.merge.departure import Departure
-from straggle.merge.store import JobStore, connect, default_store, place_of
+from straggle.merge.wire.store import JobStore, connect, default_store, place_of
 from straggle.report import StepReport
 from straggle.step import Step
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from straggle.lab.process_group import gather
-from straggle.merge.channel import PeerFailed
+from straggle.merge.wire.channel import PeerFailed
 
 Result = TypeVar("Result")
 _LOOK_S = 0.02

@@ -33,7 +33,7 @@ from straggle.commands.launching.together import Together
 from straggle.commands.launching.worker_process import ForkServer, Program, Starter, new_process
 from straggle.members import agents
 from straggle.members.replica_mesh import REPLICA_SIZE
-from straggle.merge.store import JobStore, StoreUnreachable
+from straggle.merge.wire.store import JobStore, StoreUnreachable
 
 OF_ONE_RANK = ("RANK", "LOCAL_RANK", "ROLE_RANK")  # of a node's workers; the rest of their environment is the same
 _JOIN_POLL_S = 0.5

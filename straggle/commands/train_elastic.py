@@ -37,8 +37,8 @@ from straggle.lab.sharding import Sharded
 from straggle.members.agents import DO_NOT_RESTART
 from straggle.members.membership import JobDone, TooFewRanks
 from straggle.members.replica_mesh import REPLICA_SIZE, replica_mesh
-from straggle.merge.channel import PeerFailed
-from straggle.merge.store import StoreUnreachable, connect_all, default_store
+from straggle.merge.wire.channel import PeerFailed
+from straggle.merge.wire.store import StoreUnreachable, connect_all, default_store
 from straggle.observe.console import LiveView
 from straggle.observe.members import HandedOnTrace, MembersWriter, writer_of
 from straggle.observe.recording import DecisionWriter, file_of

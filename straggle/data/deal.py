@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from straggle.merge.step_record import StepRecord
+from straggle.merge.rows.step_record import StepRecord
 
 
 @dataclass(frozen=True)

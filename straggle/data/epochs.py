@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 
 from straggle.data.deal import Ledger, parts_of
 from straggle.data.rebalance import Rebalance
-from straggle.merge.step_record import StepRecord
+from straggle.merge.rows.step_record import StepRecord
 from straggle.parallel import StagedDataParallel
 from straggle.policies.deadline import check_count
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sized
 from typing import Generic, TypeVar, cast, final
 
-from straggle.merge.step_record import StepRecord
+from straggle.merge.rows.step_record import StepRecord
 from straggle.parallel import StagedDataParallel
 from straggle.policies.deadline import check_count
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from straggle.merge.table import Table
+from straggle.merge.rows.table import Table
 from straggle.policies.sample_time import RankTime
 from straggle.policies.untruncated import UntruncatedTime
 from straggle.report import CAUSE_WORDS, Phase

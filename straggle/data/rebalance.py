@@ -21,8 +21,8 @@ import torch
 from straggle.data.deal import Parts
 from straggle.data.rank_times import BatchTimes, HeldUp, held_up
 from straggle.data.shares import deal
-from straggle.merge.step_record import StepRecord
-from straggle.merge.table import Table
+from straggle.merge.rows.step_record import StepRecord
+from straggle.merge.rows.table import Table
 from straggle.parallel import StagedDataParallel
 from straggle.policies.deadline import check_count
 from straggle.policies.sample_time import Change, Level, RankTime, split

@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 
 from straggle.extras import needs_extra
 from straggle.integrations.options import Accumulation, LastLoss, take_options, wrapped
-from straggle.merge.step_record import StepRecord
-from straggle.merge.telemetry import MAX_SCALARS
+from straggle.merge.rows.step_record import StepRecord
+from straggle.merge.rows.telemetry import MAX_SCALARS
 from straggle.observe.scalars import log_scalars
 from straggle.observe.watch import Watch, watch
 from straggle.parallel import StagedDataParallel

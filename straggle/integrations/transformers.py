@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from straggle.backward.hooks import ModuleHook
 from straggle.extras import needs_extra
 from straggle.integrations.options import Accumulation, LastLoss, take_options, wrapped
-from straggle.merge.step_record import StepRecord
+from straggle.merge.rows.step_record import StepRecord
 from straggle.observe.scalars import StepScalars
 from straggle.observe.watch import Watch, watch
 from straggle.parallel import StagedDataParallel

@@ -30,8 +30,8 @@ from straggle.lab.build import build_estimator, build_faults, build_members, bui
 from straggle.lab.faults import FaultInjector
 from straggle.lab.sharding import Sharded, WorkClock, whole
 from straggle.lab.workloads.workload import Shard, Workload
-from straggle.merge.step_record import StepRecord
-from straggle.merge.table import Table
+from straggle.merge.rows.step_record import StepRecord
+from straggle.merge.rows.table import Table
 from straggle.parallel import StagedDataParallel
 from straggle.report import StepReport
 from straggle.stop_signal import StopSignal

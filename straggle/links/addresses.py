@@ -9,7 +9,7 @@ import struct
 from typing import Any
 
 from straggle import world
-from straggle.merge.store import server_of
+from straggle.merge.wire.store import server_of
 
 _SIOCGIFADDR = 0x8915
 _LOCAL = "127.0.0.1"

@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from straggle.links.pings import Merged, Pings
-from straggle.merge.rank_parts import RankParts
-from straggle.merge.round import Round
-from straggle.merge.step_record import StepRecord
-from straggle.merge.table import Table
+from straggle.merge.round.rank_parts import RankParts
+from straggle.merge.round.round import Round
+from straggle.merge.rows.step_record import StepRecord
+from straggle.merge.rows.table import Table
 from straggle.merge.wing import Wing
 from straggle.policies.rank_links import RankLink
 

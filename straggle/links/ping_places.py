@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from straggle.links.ping import TOKEN_BYTES
-from straggle.merge.store import JobStore, peek
+from straggle.merge.wire.store import JobStore, peek
 
 _TOKEN = "ping token"
 

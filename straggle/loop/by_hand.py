@@ -12,8 +12,8 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from straggle.merge.fingerprint import fingerprint
-from straggle.merge.step_passes import Passes
+from straggle.merge.round.step_passes import Passes
+from straggle.merge.wire.fingerprint import fingerprint
 from straggle.source.kept import KeptGradients
 from straggle.source.source import GradientSource, named_tensors
 

@@ -12,10 +12,10 @@ from typing import Literal
 from torch import nn
 
 from straggle import world
-from straggle.merge.channel import Channel
-from straggle.merge.replica import Replica
-from straggle.merge.round import Round
-from straggle.merge.step_record import StepRecord
+from straggle.merge.late.replica import Replica
+from straggle.merge.round.round import Round
+from straggle.merge.rows.step_record import StepRecord
+from straggle.merge.wire.channel import Channel
 from straggle.policies.ddp_time import DdpPrediction
 from straggle.report import CAUSE_WORDS, CAUSES, Cause
 

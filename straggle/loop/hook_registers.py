@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from torch.utils.hooks import RemovableHandle
 
-from straggle.merge.round import Round
-from straggle.merge.step_record import StepRecord
+from straggle.merge.round.round import Round
+from straggle.merge.rows.step_record import StepRecord
 from straggle.report import StuckReport
 
 Hook = TypeVar("Hook")

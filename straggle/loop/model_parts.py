@@ -11,15 +11,15 @@ from straggle.backward.stages import BalancedByTime, PlanLearner, plan_stages
 from straggle.loop.hook_registers import HookRegisters
 from straggle.loop.open_step import OpenStep
 from straggle.merge.alike import Wrapped, check_alike
-from straggle.merge.channel import Channel
 from straggle.merge.checks import check_module, check_unwrapped, own_part
-from straggle.merge.coordinator import Coordinator
-from straggle.merge.current_deadline import CurrentDeadline
+from straggle.merge.late.current_deadline import CurrentDeadline
+from straggle.merge.late.replica import Replica
 from straggle.merge.options import Merge
-from straggle.merge.rank_parts import RankParts
-from straggle.merge.replica import Replica
+from straggle.merge.round.coordinator import Coordinator
+from straggle.merge.round.rank_parts import RankParts
 from straggle.merge.state.module_state import ModuleState
 from straggle.merge.wing import Wings
+from straggle.merge.wire.channel import Channel
 from straggle.policies.deadline import Deadline, LateHandling
 from straggle.policies.estimators import Estimator, FillIn
 from straggle.source.source import Attached, GradientSource, named_tensors

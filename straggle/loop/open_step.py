@@ -25,16 +25,16 @@ from straggle.backward.step_in_parts import StepInParts
 from straggle.loop.by_hand import ByHand, check_dense
 from straggle.loop.stop_rules import ByClock, NoData
 from straggle.loop.unreached import Unreached
-from straggle.merge.buffers import Share, StageBuffers
-from straggle.merge.channel import PeerFailed
 from straggle.merge.checks import check_passes_to_come
-from straggle.merge.coordinator import Coordinator
-from straggle.merge.rank_parts import RankParts
-from straggle.merge.round import Round
-from straggle.merge.sides import Entry
+from straggle.merge.late.sides import Entry
+from straggle.merge.round.buffers import Share, StageBuffers
+from straggle.merge.round.coordinator import Coordinator
+from straggle.merge.round.rank_parts import RankParts
+from straggle.merge.round.round import Round
+from straggle.merge.round.step_passes import AnyPasses, Passes
 from straggle.merge.state.exchange import Given
 from straggle.merge.state.module_state import ModuleState
-from straggle.merge.step_passes import AnyPasses, Passes
+from straggle.merge.wire.channel import PeerFailed
 from straggle.policies.estimators import FillIn
 from straggle.report import Phase
 from straggle.source.chunks import GradientChunks

@@ -9,7 +9,7 @@ from straggle.backward.stages import StagePlan, plan_stages
 from straggle.loop.model_parts import ModelParts
 from straggle.loop.replanning import Replanning
 from straggle.merge.alike import check_same_state
-from straggle.merge.round import Round
+from straggle.merge.round.round import Round
 from straggle.source.source import named_tensors
 
 

@@ -19,9 +19,9 @@ from straggle.loop.model_parts import ModelParts
 from straggle.loop.optimizer_steps import OptimizerSteps
 from straggle.merge.alike import Wrapped, check_alike
 from straggle.merge.checks import check_module, own_part
-from straggle.merge.round import Round
+from straggle.merge.late.sides import Entry
+from straggle.merge.round.round import Round
 from straggle.merge.saved_state import ResumeState
-from straggle.merge.sides import Entry
 from straggle.source.kept import UNDECIDED
 from straggle.source.source import named_tensors
 

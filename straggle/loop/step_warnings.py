@@ -6,11 +6,11 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from straggle.loop.open_step import OpenStep
-from straggle.merge.channel import Channel
 from straggle.merge.checks import left_out, meets_in_block, no_gradient_at_first, no_gradient_of_passes, too_few_passes
-from straggle.merge.coordinator import Coordinator
 from straggle.merge.options import Merge
-from straggle.merge.round import Round
+from straggle.merge.round.coordinator import Coordinator
+from straggle.merge.round.round import Round
+from straggle.merge.wire.channel import Channel
 
 _AT_FIRST = 3  # steps in which no rank has a gradient, after which that is no choice of the loop's
 _MOST_LOOKS = 3  # for collectives of the loop's own

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from straggle.merge.sides import TrainingSide
-from straggle.merge.stop_rule import StopRule
+from straggle.merge.late.sides import TrainingSide
+from straggle.merge.round.stop_rule import StopRule
 
 
 class ByClock(StopRule):

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar, cast
 
-from straggle.merge.round import Round
-from straggle.merge.sides import TrainingSide
+from straggle.merge.late.sides import TrainingSide
+from straggle.merge.round.round import Round
 
 Batch = TypeVar("Batch")
 _END = object()

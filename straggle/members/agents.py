@@ -1,7 +1,7 @@
 """What the agents of `straggle launch` report in the job's store: which workers were started, which ended, and how.
 
 A process that is killed reports nothing itself. Its agent waits for it, and posts within milliseconds how it ended.
-What they say of ranks that will not come is in `merge/launcher_words.py`, and all keys lie where those do.
+What they say of ranks that will not come is in `merge/wire/launcher_words.py`, and all keys lie where those do.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import signal
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from straggle.merge.launcher_words import PREFIX as PREFIX
-from straggle.merge.launcher_words import at_root, said
-from straggle.merge.launcher_words import post_started as post_started
-from straggle.merge.launcher_words import started as started
+from straggle.merge.wire.launcher_words import PREFIX as PREFIX
+from straggle.merge.wire.launcher_words import at_root, said
+from straggle.merge.wire.launcher_words import post_started as post_started
+from straggle.merge.wire.launcher_words import started as started
 
 # exit status of a worker for which the job is over, and which must not be restarted; EX_PROTOCOL of sysexits.h
 DO_NOT_RESTART = 76

@@ -15,7 +15,7 @@ from straggle import world
 from straggle.members.member import Member
 from straggle.members.membership import Membership
 from straggle.members.view import leader
-from straggle.merge.store import peek
+from straggle.merge.wire.store import peek
 
 _WORDS = 2**20 - 1
 _LOOK_S = 0.01

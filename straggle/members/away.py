@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Container, Iterable
 
-from straggle.merge.rank_parts import RankParts
+from straggle.merge.round.rank_parts import RankParts
 from straggle.stuck.frames import frames_of_thread, place_of
 from straggle.stuck.states import INSTEAD as NO_COLLECTIVE
 

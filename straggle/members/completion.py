@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 from straggle.members.member import Member
 from straggle.members.moved_round import Notes, without_lost
-from straggle.merge.channel import GroupsChanged, PeerFailed
-from straggle.merge.completion import Completion
-from straggle.merge.groups import ProcessGroups, succeeded
-from straggle.merge.rank_parts import RankParts
-from straggle.merge.round import Round
-from straggle.merge.store import StoreUnreachable
+from straggle.merge.round.completion import Completion
+from straggle.merge.round.rank_parts import RankParts
+from straggle.merge.round.round import Round
+from straggle.merge.wire.channel import GroupsChanged, PeerFailed
+from straggle.merge.wire.groups import ProcessGroups, succeeded
+from straggle.merge.wire.store import StoreUnreachable
 
 
 class MembersCompletion(Completion):

@@ -23,10 +23,10 @@ from straggle.members.agents import Exited, exited
 from straggle.members.in_replica import ALONE, InReplica
 from straggle.members.membership import Membership, new_incarnation
 from straggle.members.view import Elastic, View
-from straggle.merge.channel import Channel, GroupsChanged, PeerFailed
-from straggle.merge.groups import GlooGroup, ProcessGroups, is_of_peer, is_over, let_go
-from straggle.merge.long_wait import LongWait
-from straggle.merge.store import check_answers, connect_all, default_store
+from straggle.merge.wire.channel import Channel, GroupsChanged, PeerFailed
+from straggle.merge.wire.groups import GlooGroup, ProcessGroups, is_of_peer, is_over, let_go
+from straggle.merge.wire.long_wait import LongWait
+from straggle.merge.wire.store import check_answers, connect_all, default_store
 
 _SLICE_S = 0.02
 _MERGE_SLICE_S = 0.1  # each slice that ends before the merge costs 0.2 ms of CPU, for gloo's timeout error

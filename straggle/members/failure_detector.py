@@ -17,8 +17,8 @@ from straggle.members.refill import Refill
 from straggle.members.stored_view import StoreEmptied
 from straggle.members.view import DONE, Elastic, Leaving, Silence, View, leader
 from straggle.members.view_chain import ViewChain
-from straggle.merge.launcher_words import down
-from straggle.merge.store import StoreUnreachable
+from straggle.merge.wire.launcher_words import down
+from straggle.merge.wire.store import StoreUnreachable
 
 _LOOK_S = 0.3  # between two looks at signs of life and the view: several requests each, and a beat is one
 _QUICK_S = 0.5  # the silence that suffices if a connection has just broken

@@ -27,13 +27,13 @@ from straggle.members.pace import Pace
 from straggle.members.regrouping import Regrouping
 from straggle.members.state_wire import Encoded, check_sendable, encode, receive, send
 from straggle.members.view import TOO_FAR_BEHIND, Leaving, View
-from straggle.merge.channel import PeerFailed
-from straggle.merge.coordinator import Coordinator
-from straggle.merge.groups import gloo_group
-from straggle.merge.patience import Heard
-from straggle.merge.rank_parts import RankParts
+from straggle.merge.round.coordinator import Coordinator
+from straggle.merge.round.rank_parts import RankParts
 from straggle.merge.state.module_state import ModuleState
-from straggle.merge.store import StoreUnreachable
+from straggle.merge.wire.channel import PeerFailed
+from straggle.merge.wire.groups import gloo_group
+from straggle.merge.wire.patience import Heard
+from straggle.merge.wire.store import StoreUnreachable
 from straggle.policies.history import History
 from straggle.report import HealingReport
 from straggle.source.source import GradientSource

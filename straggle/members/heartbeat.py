@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from straggle import world
-from straggle.merge.store import peek
+from straggle.merge.wire.store import peek
 
 BEAT_S = 0.1
 UNANSWERED_S = 5.0  # a rank without answers from the store for so long stops its signs: no view would reach it

@@ -11,7 +11,7 @@ import torch
 from straggle.members.elastic import ElasticChannel, MetAnew
 from straggle.members.view import Elastic
 from straggle.merge.alike import Wrapped
-from straggle.merge.channel import Channel
+from straggle.merge.wire.channel import Channel
 from straggle.version import __version__
 
 

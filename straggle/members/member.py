@@ -17,11 +17,11 @@ from straggle.members.notice import Notice
 from straggle.members.put_out import PutOut
 from straggle.members.view import MergeProgress, Repair, View
 from straggle.members.view_chain import Hold
-from straggle.merge.groups import ProcessGroups
-from straggle.merge.rank_parts import RankParts
-from straggle.merge.round import Round
-from straggle.merge.table import Table
-from straggle.merge.telemetry import absent_row
+from straggle.merge.round.rank_parts import RankParts
+from straggle.merge.round.round import Round
+from straggle.merge.rows.table import Table
+from straggle.merge.rows.telemetry import absent_row
+from straggle.merge.wire.groups import ProcessGroups
 from straggle.policies.history import History
 from straggle.policies.rank_links import RankLink
 

@@ -28,10 +28,10 @@ from straggle.members.refill import Refill
 from straggle.members.stored_view import StoredView, StoreEmptied
 from straggle.members.view import DONE, NOTICE, Elastic, Leaving, View
 from straggle.members.view_chain import ViewChain
-from straggle.merge.arrivals import LongArrival
-from straggle.merge.channel import PeerFailed
-from straggle.merge.launcher_words import down
-from straggle.merge.store import ANSWER_S, peek
+from straggle.merge.wire.arrivals import LongArrival
+from straggle.merge.wire.channel import PeerFailed
+from straggle.merge.wire.launcher_words import down
+from straggle.merge.wire.store import ANSWER_S, peek
 
 _DOWN_LOOK_S = 0.5  # between two questions whether ranks that are missing may come
 _LINGER_S = 2.0

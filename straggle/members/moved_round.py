@@ -9,10 +9,10 @@ from itertools import chain
 import torch.distributed as dist
 
 from straggle.members.view import MergeProgress, Repair
-from straggle.merge.buffers import StageBuffers
-from straggle.merge.groups import ProcessGroups, succeeded
-from straggle.merge.round import Round
-from straggle.merge.telemetry import Row
+from straggle.merge.round.buffers import StageBuffers
+from straggle.merge.round.round import Round
+from straggle.merge.rows.telemetry import Row
+from straggle.merge.wire.groups import ProcessGroups, succeeded
 from straggle.report import CAUSES
 
 

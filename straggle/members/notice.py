@@ -13,7 +13,7 @@ from typing import Any, final
 from straggle.members import agents
 from straggle.members.membership import Membership
 from straggle.merge.departure import Departure
-from straggle.merge.table import Table
+from straggle.merge.rows.table import Table
 
 
 @final

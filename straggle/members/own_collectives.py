@@ -14,8 +14,8 @@ from torch.distributed.c10d_logger import _c10d_logger
 from straggle import world
 from straggle.members.membership import Membership
 from straggle.members.view import NOT_KNOWN, SLOW, View
-from straggle.merge.channel import PeerFailed
-from straggle.merge.groups import is_of_peer
+from straggle.merge.wire.channel import PeerFailed
+from straggle.merge.wire.groups import is_of_peer
 from straggle.stuck.frames import frames_of, place_of
 from straggle.stuck.states import INSTEAD
 

@@ -21,7 +21,7 @@ from straggle.members.membership import Membership
 from straggle.members.slow_members import AFTER_STEPS, Probe, SlowMembers, Window
 from straggle.members.view import Leaving, View
 from straggle.members.why_slow import Judged, why_slow_link, why_slow_work
-from straggle.merge.table import Table
+from straggle.merge.rows.table import Table
 from straggle.policies.rank_links import RankLink
 
 _SLOW_LINK, _SLOW_WORK = Leaving("link", "its link is slow"), Leaving("slow", "its work takes too long")

@@ -15,7 +15,7 @@ from typing import Any
 from straggle import world
 from straggle.members.in_replica import ALONE, InReplica
 from straggle.members.view import View
-from straggle.merge.store import peek
+from straggle.merge.wire.store import peek
 
 GATHER_S = 5.0  # for members to find the store again; each tries every second
 

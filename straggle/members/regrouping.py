@@ -17,8 +17,8 @@ from straggle.members.member import Member
 from straggle.members.membership import JobDone, TooFewRanks
 from straggle.members.view import Leaving, MergeProgress, Silence, View, progress_length, repair
 from straggle.members.view_chain import Hold
-from straggle.merge.channel import GroupsChanged, PeerFailed
-from straggle.merge.store import StoreUnreachable
+from straggle.merge.wire.channel import GroupsChanged, PeerFailed
+from straggle.merge.wire.store import StoreUnreachable
 from straggle.report import MembersReport
 
 _LOOK_S = 0.2  # between two checks for something to do

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from straggle.members.view import View
-from straggle.merge.store import peek
+from straggle.merge.wire.store import peek
 
 _KEY = "view"
 

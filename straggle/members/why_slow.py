@@ -9,7 +9,7 @@ from typing import NamedTuple
 from straggle.members.absence import Seen
 from straggle.members.slow_members import Window
 from straggle.members.view import Leaving
-from straggle.merge.table import Table
+from straggle.merge.rows.table import Table
 from straggle.policies.rank_links import RankLink, others_link
 from straggle.policies.slow_links import compared, slow_in
 from straggle.report import CAUSE_WORDS, PHASES, Phase

@@ -20,14 +20,14 @@ from straggle.members.probe import Probes
 from straggle.members.put_out import PutOut
 from straggle.members.regrouping import Regrouping
 from straggle.members.view import NOTICE
-from straggle.merge.channel import PeerFailed
-from straggle.merge.coordinator import Coordinator
-from straggle.merge.groups import is_of_peer
-from straggle.merge.rank_parts import RankParts
-from straggle.merge.round import Round
+from straggle.merge.round.coordinator import Coordinator
+from straggle.merge.round.rank_parts import RankParts
+from straggle.merge.round.round import Round
+from straggle.merge.rows.telemetry import Row
 from straggle.merge.state.module_state import ModuleState
-from straggle.merge.telemetry import Row
 from straggle.merge.wing import Wing
+from straggle.merge.wire.channel import PeerFailed
+from straggle.merge.wire.groups import is_of_peer
 from straggle.report import HealingReport, MembersReport
 from straggle.source.source import GradientSource
 

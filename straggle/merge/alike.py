@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from straggle.merge.channel import Channel
-from straggle.merge.round import Round
+from straggle.merge.round.round import Round
+from straggle.merge.wire.channel import Channel
 from straggle.policies.deadline import Deadline
 from straggle.policies.estimators import Estimator
 from straggle.policies.history import History

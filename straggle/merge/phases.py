@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from straggle.merge.round import Round
+    from straggle.merge.round.round import Round
 
 Phase = Callable[["Round"], object]
 

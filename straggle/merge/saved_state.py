@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from straggle.backward.stages import BalancedByTime
 from straggle.merge.alike import describe, in_words
-from straggle.merge.coordinator import Coordinator
+from straggle.merge.round.coordinator import Coordinator
 from straggle.policies.deadline import name_of
 from straggle.policies.estimators import Estimator
 from straggle.policies.history import History

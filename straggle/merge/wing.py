@@ -28,11 +28,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from straggle.merge.completion import Completion
     from straggle.merge.departure import Departure
-    from straggle.merge.round import Round
-    from straggle.merge.sides import Entry
-    from straggle.merge.telemetry import Row
+    from straggle.merge.late.sides import Entry
+    from straggle.merge.round.completion import Completion
+    from straggle.merge.round.round import Round
+    from straggle.merge.rows.telemetry import Row
 
 
 class Wing:

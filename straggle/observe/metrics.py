@@ -23,8 +23,8 @@ with needs_extra("metrics"):
     from prometheus_client import Info
 
 from straggle.backward.stages import StagePlan
-from straggle.merge.groups import backend_of
-from straggle.merge.step_record import StepRecord
+from straggle.merge.rows.step_record import StepRecord
+from straggle.merge.wire.groups import backend_of
 from straggle.observe.members import writer_of
 from straggle.observe.metric_series import LABELS, Series
 from straggle.observe.metrics_endpoint import Endpoint, Security, Targets, check_port

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch.utils.hooks import RemovableHandle
 
-from straggle.merge.step_record import StepRecord
+from straggle.merge.rows.step_record import StepRecord
 from straggle.parallel import StagedDataParallel
 from straggle.policies.ddp_time import DdpPrediction
 from straggle.report import StepReport

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import final
 
-from straggle.merge.step_passes import Passes
-from straggle.merge.telemetry import Row
+from straggle.merge.round.step_passes import Passes
+from straggle.merge.rows.telemetry import Row
 from straggle.pools.draws import Draws
 
 BY_HAND = (

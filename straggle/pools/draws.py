@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, cast
 
 from straggle import world
-from straggle.merge.store import Asked, JobStore, StoreUnreachable
+from straggle.merge.wire.store import Asked, JobStore, StoreUnreachable
 from straggle.pools.pool import Claim, Count, Drawer, Owner, Pool, Release, Request, Seize
 
 _NO_OWNER = "-"

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from straggle.loop.open_step import OpenStep
-from straggle.merge.rank_parts import RankParts
-from straggle.merge.round import Round
-from straggle.merge.step_passes import Passes
-from straggle.merge.table import Table
+from straggle.merge.round.rank_parts import RankParts
+from straggle.merge.round.round import Round
+from straggle.merge.round.step_passes import Passes
+from straggle.merge.rows.table import Table
 from straggle.merge.wing import Wing
 from straggle.pools.drawn import Drawn, PoolWeights
 from straggle.pools.draws import Draws, StoreCounters

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from straggle.loop.open_step import OpenStep
-from straggle.merge.channel import Channel
-from straggle.merge.rank_parts import RankParts
-from straggle.merge.round import Round
-from straggle.merge.sides import Entry
-from straggle.merge.stop_rule import StopRule
+from straggle.merge.late.sides import Entry
+from straggle.merge.round.rank_parts import RankParts
+from straggle.merge.round.round import Round
+from straggle.merge.round.stop_rule import StopRule
 from straggle.merge.wing import Wing
+from straggle.merge.wire.channel import Channel
 from straggle.replay.decision import Decision, Recording, check_members
 
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from straggle.merge.groups import OWN_GROUP
+from straggle.merge.wire.groups import OWN_GROUP
 from straggle.stuck.frames import Frame, place_in_block, text_of
 
 _ENGINE = "pt_autograd"  # threads on which backward passes run

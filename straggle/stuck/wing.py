@@ -19,11 +19,11 @@ from functools import partial
 from straggle import world
 from straggle.loop.hook_registers import HookRegisters
 from straggle.members.agents import post_silent
-from straggle.merge.last_words import words_under
-from straggle.merge.long_wait import LONG_S
-from straggle.merge.rank_parts import RankParts
-from straggle.merge.store import StoreUnreachable
+from straggle.merge.round.rank_parts import RankParts
 from straggle.merge.wing import Wing
+from straggle.merge.wire.last_words import words_under
+from straggle.merge.wire.long_wait import LONG_S
+from straggle.merge.wire.store import StoreUnreachable
 from straggle.report import MembersReport, StuckReport
 from straggle.stuck.collectives import newest_open, own_dump
 from straggle.stuck.debug_server import DebugServer

@@ -15,7 +15,7 @@ from torch import nn
 from training import features, mlp
 
 from straggle import LateHandling
-from straggle.merge.channel import Channel
+from straggle.merge.wire.channel import Channel
 
 pytestmark = [
     pytest.mark.gpu,

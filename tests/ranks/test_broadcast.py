@@ -6,8 +6,8 @@ from ranks import run_ranks, staged
 from torch import nn
 from training import features, mlp
 
-from straggle.merge.channel import Channel
-from straggle.merge.groups import is_of_peer
+from straggle.merge.wire.channel import Channel
+from straggle.merge.wire.groups import is_of_peer
 
 DTYPES = [torch.bool, torch.uint16, torch.uint32, torch.uint64, torch.int16, torch.complex64, torch.bfloat16]
 DTYPES += [torch.float8_e4m3fn, torch.float8_e5m2]

@@ -52,15 +52,15 @@ from straggle.members.pace import Pace
 from straggle.members.view import Leaving, Repair
 from straggle.members.view_chain import Hold
 from straggle.members.wing import Members
-from straggle.merge.buffers import StageBuffers
-from straggle.merge.coordinator import Coordinator
-from straggle.merge.current_deadline import CurrentDeadline
-from straggle.merge.groups import GlooGroup, let_go
-from straggle.merge.rank_parts import RankParts
-from straggle.merge.replica import Replica
-from straggle.merge.sides import Entry
-from straggle.merge.store import default_store
+from straggle.merge.late.current_deadline import CurrentDeadline
+from straggle.merge.late.replica import Replica
+from straggle.merge.late.sides import Entry
+from straggle.merge.round.buffers import StageBuffers
+from straggle.merge.round.coordinator import Coordinator
+from straggle.merge.round.rank_parts import RankParts
 from straggle.merge.wing import Wings
+from straggle.merge.wire.groups import GlooGroup, let_go
+from straggle.merge.wire.store import default_store
 from straggle.policies.estimators import FillIn
 from straggle.source.replicated import slots_of
 

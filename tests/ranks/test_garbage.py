@@ -10,7 +10,7 @@ from ranks import run_ranks, staged
 from training import features, mlp
 
 from straggle import CollectGarbage, StagedDataParallel
-from straggle.merge.store import default_store
+from straggle.merge.wire.store import default_store
 
 
 class Cycle:

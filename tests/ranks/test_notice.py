@@ -15,7 +15,7 @@ from training import Signals, features, mlp
 
 from straggle import DealtLoader, Elastic, Epochs, FixedDeadline, LateHandling
 from straggle.members import agents
-from straggle.merge.store import default_store
+from straggle.merge.wire.store import default_store
 from straggle.report import StepReport
 from straggle.stop_signal import StopSignal
 

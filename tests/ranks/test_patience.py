@@ -14,7 +14,7 @@ from training import Signals, features, mlp
 
 from straggle import Elastic, LateHandling
 from straggle.members import elastic
-from straggle.merge import channel
+from straggle.merge.wire import channel
 
 GIVE_UP_S = 1.0  # who waits is named after 4 s
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 from stores import serve_store
 
-from straggle.merge.groups import GlooGroup
+from straggle.merge.wire.groups import GlooGroup
 
 ENDS = """
 import sys
@@ -14,7 +14,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from straggle.merge.groups import GlooGroup
+from straggle.merge.wire.groups import GlooGroup
 
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]))
 group = GlooGroup(store, 1, 2, 20.0, 600.0)

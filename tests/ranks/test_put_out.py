@@ -17,7 +17,7 @@ from training import features, mlp
 from straggle import Elastic
 from straggle.members.put_out import PutOut
 from straggle.members.slow_members import AFTER_LOOKS
-from straggle.merge.table import Table
+from straggle.merge.rows.table import Table
 from straggle.policies.rank_links import RankLink
 
 NUM_RANKS = 4

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from training import Signals
 
 from straggle import FixedDeadline, LateHandling, Merge, StagedDataParallel
-from straggle.merge.replica import Agreed, UnitVote
+from straggle.merge.late.replica import Agreed, UnitVote
 
 NUM_STEPS = 12
 AGREE = UnitVote.agree

@@ -15,9 +15,9 @@ from training import Signals, features, mlp, shared
 from straggle import FixedDeadline, LastMerged, LateHandling
 from straggle.backward import stages
 from straggle.backward.clocks import Stopwatch
-from straggle.merge.current_deadline import CurrentDeadline
-from straggle.merge.sides import Entry, MergeSide, TrainingSide
-from straggle.merge.stand_in import StandIn
+from straggle.merge.late.current_deadline import CurrentDeadline
+from straggle.merge.late.sides import Entry, MergeSide, TrainingSide
+from straggle.merge.late.stand_in import StandIn
 
 PLACES = ["data", "forward", "backward", "optimizer"]
 

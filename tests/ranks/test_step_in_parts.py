@@ -11,8 +11,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from training import Signals, Stopper, features, mlp
 
 from straggle import Merge, PeerFailed
-from straggle.merge.replica import Agreed, Replica
-from straggle.merge.round import Round
+from straggle.merge.late.replica import Agreed, Replica
+from straggle.merge.round.round import Round
 
 KEEP = Merge(nonfinite="keep")
 OPTIMIZERS = {

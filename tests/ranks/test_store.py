@@ -14,10 +14,10 @@ from stores import Stuck, network, store_server
 from torch.distributed import TCPStore
 from training import features, mlp
 
-import straggle.merge.store
+import straggle.merge.wire.store
 from straggle import LateHandling, PeerFailed, StagedDataParallel
-from straggle.merge.channel import Channel
-from straggle.merge.store import JobStore, StoreUnreachable, connect, place_of
+from straggle.merge.wire.channel import Channel
+from straggle.merge.wire.store import JobStore, StoreUnreachable, connect, place_of
 
 
 class Lines(logging.Handler):
@@ -37,16 +37,16 @@ class Lines(logging.Handler):
 @pytest.fixture
 def lines():
     handler = Lines()
-    logging.getLogger("straggle.merge.store").addHandler(handler)
+    logging.getLogger("straggle.merge.wire.store").addHandler(handler)
     yield handler
-    logging.getLogger("straggle.merge.store").removeHandler(handler)
+    logging.getLogger("straggle.merge.wire.store").removeHandler(handler)
 
 
 @pytest.fixture
 def hurry(monkeypatch):
     """Gives up soon, and tries again soon."""
     for name, seconds in {"ANSWER_S": 0.2, "_LOOK_S": 0.01, "_RETRY_S": 0.02}.items():
-        monkeypatch.setattr(straggle.merge.store, name, seconds)
+        monkeypatch.setattr(straggle.merge.wire.store, name, seconds)
 
 
 def job_store(connect_it, place="the job's store at node0:29400", **options):
@@ -115,7 +115,7 @@ def test_connections_that_are_not_answered_do_not_pile_up(lines, hurry):
     def connect_it():
         made.append(Stuck())
         made[-1].free.clear()
-        if len(made) == straggle.merge.store._MAX_UNANSWERED:
+        if len(made) == straggle.merge.wire.store._MAX_UNANSWERED:
             enough.set()
         return made[-1]
 
@@ -125,7 +125,7 @@ def test_connections_that_are_not_answered_do_not_pile_up(lines, hurry):
     for stuck in list(made):
         stuck.free.set()
     assert "answers again" in lines.next()
-    assert len(made) == straggle.merge.store._MAX_UNANSWERED
+    assert len(made) == straggle.merge.wire.store._MAX_UNANSWERED
     store.close()
 
 

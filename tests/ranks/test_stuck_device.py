@@ -17,10 +17,10 @@ from stores import serve_store
 from training import features, mlp
 
 from straggle import LateHandling, PeerFailed
-from straggle.merge import device_watch
-from straggle.merge.channel import Channel
-from straggle.merge.device_watch import DeviceWatch
-from straggle.merge.groups import QueuedGroup
+from straggle.merge.late import device_watch
+from straggle.merge.late.device_watch import DeviceWatch
+from straggle.merge.wire.channel import Channel
+from straggle.merge.wire.groups import QueuedGroup
 
 GIVE_UP_S = 2.0
 groups_of_torch = vars(dist.distributed_c10d)["_world"]

@@ -8,8 +8,8 @@ import torch
 from ranks import run_ranks, staged
 from training import Chain, Stopper
 
-from straggle.merge.channel import Channel
-from straggle.merge.replica import Agreed, Replica, UnitVote
+from straggle.merge.late.replica import Agreed, Replica, UnitVote
+from straggle.merge.wire.channel import Channel
 
 pytestmark = pytest.mark.light
 

@@ -15,9 +15,9 @@ from stores import store_server
 from training import Signals, features, mlp
 
 from straggle import Abstain, Elastic, LateHandling, Merge, PeerFailed, WaitForAll
-from straggle.merge import arrivals
 from straggle.merge.alike import Wrapped, check_alike
-from straggle.merge.channel import Channel
+from straggle.merge.wire import arrivals
+from straggle.merge.wire.channel import Channel
 
 ENDS = ROOT / "tests" / "support" / "ends.py"
 

@@ -1,6 +1,6 @@
 """Rows of telemetry, made from their numbers whoever declares them."""
 
-from straggle.merge.telemetry import Row
+from straggle.merge.rows.telemetry import Row
 from straggle.report import PHASES, RankNumbers
 from straggle.schema import numbers_of
 

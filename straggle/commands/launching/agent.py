@@ -21,8 +21,8 @@ from straggle.commands.launching.together import Together
 from straggle.commands.launching.worker_process import Process, Program, ServerEnded, Starter, new_process
 from straggle.members import agents
 from straggle.members.agents import Exited
-from straggle.merge import launcher_words
-from straggle.merge.store import JobStore, StoreUnreachable
+from straggle.merge.wire import launcher_words
+from straggle.merge.wire.store import JobStore, StoreUnreachable
 
 _CANNOT_START = 127  # as a shell says it
 _KEPT_LOGS = 20  # of each rank

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from straggle.merge.store import JobStore, StoreUnreachable
+from straggle.merge.wire.store import JobStore, StoreUnreachable
 
 BEAT_S = 5.0
 LOST_S = 60.0

@@ -13,7 +13,7 @@ from typing import Any
 
 from straggle.commands.launching.agent import Agent, say
 from straggle.members import agents
-from straggle.merge.store import JobStore, StoreUnreachable
+from straggle.merge.wire.store import JobStore, StoreUnreachable
 
 _LOOK_S = 1.0
 _PY_SPY_S = 20.0

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from straggle.merge.fingerprint import differ, read_together, words_of
 from straggle.merge.state.held import Held
+from straggle.merge.wire.fingerprint import differ, read_together, words_of
 
 
 class _Stamps:

@@ -107,7 +107,7 @@ def test_clocks_of_two_models_see_the_same_call(of_others):
 
 @pytest.mark.parametrize(("of_others", "num_calls"), [(False, 1), (True, 0)])
 def test_calls_by_straggle_itself_are_let_through_where_those_of_others_are_meant(of_others, num_calls):
-    calls, code = ([], []), {"__name__": "straggle.merge.groups", "called": Called()}
+    calls, code = ([], []), {"__name__": "straggle.merge.wire.groups", "called": Called()}
     brackets = [CallBracket(Called, "method", counting(own), of_others=of_others) for own in calls]
     exec("called.method()", code)
     assert [len(own) for own in calls] == [num_calls, num_calls]

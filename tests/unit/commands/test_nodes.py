@@ -9,7 +9,7 @@ import torch.distributed as dist
 from clock import Clock
 
 from straggle.commands.launching.nodes import LOST_S, Nodes
-from straggle.merge.store import JobStore
+from straggle.merge.wire.store import JobStore
 
 
 @contextlib.contextmanager

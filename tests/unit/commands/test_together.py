@@ -16,7 +16,7 @@ from straggle.commands.launching.together import Together, deciding
 from straggle.commands.launching.worker_process import Program
 from straggle.members import agents
 from straggle.members.agents import DO_NOT_RESTART, WRONG_CONFIGURATION, Exited
-from straggle.merge.store import JobStore
+from straggle.merge.wire.store import JobStore
 
 LIMIT_S = 20.0
 

@@ -8,8 +8,8 @@ import torch
 from telemetry_rows import row_of
 
 from straggle.data.rank_times import BatchTimes, HeldUp, held_up
-from straggle.merge.table import Table
-from straggle.merge.telemetry import absent_row
+from straggle.merge.rows.table import Table
+from straggle.merge.rows.telemetry import absent_row
 from straggle.policies.sample_time import RankTime
 
 QUICK = RankTime(0.05, 0.0125, is_known=True)

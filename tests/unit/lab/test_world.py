@@ -16,7 +16,7 @@ import straggle
 from straggle import Elastic, StagedDataParallel, world
 from straggle.lab.world.faults import Cut, Freeze, Kill, Stall
 from straggle.lab.world.run import Broken, parameters_of, run_world
-from straggle.merge.sides import MergeSide
+from straggle.merge.late.sides import MergeSide
 
 PACKAGE = Path(straggle.__file__).parent
 OUTSIDE = ("lab", "commands", "observe", "integrations")  # these are not part of a simulated rank

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from straggle.links import ping
 from straggle.links.pings import Merged, Pings
-from straggle.merge.store import JobStore, connect, peek
+from straggle.merge.wire.store import JobStore, connect, peek
 from straggle.policies.merge_time import Link
 from straggle.policies.rank_links import RankLink, Way
 

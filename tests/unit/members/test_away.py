@@ -56,7 +56,7 @@ def test_rank_is_told_after_half_of_max_lag_once_a_line(
     [
         (["torch/distributed/distributed_c10d.py"], "a collective of the loop's own needs all processes"),
         (["torch/nn/modules/linear.py", "straggle/parallel.py"], "`with model.pause():` around an evaluation"),
-        (["straggle/merge/groups.py", "straggle/parallel.py"], ""),  # it waits for its replica
+        (["straggle/merge/wire/groups.py", "straggle/parallel.py"], ""),  # it waits for its replica
     ],
 )
 def test_what_a_rank_is_told_depends_on_where_it_is(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from straggle.members.in_replica import InReplica
 from straggle.members.own_collectives import OwnCollectives
 from straggle.members.view import DONE, TOO_FAR_BEHIND, Leaving, View
-from straggle.merge.channel import PeerFailed
+from straggle.merge.wire.channel import PeerFailed
 from straggle.stuck.states import INSTEAD
 
 FIRST = View(0, {0: "0-a", 1: "0-b", 2: "0-c"}, job="x")

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from straggle.members.refill import GATHER_S, Refill, following
 from straggle.members.view import Change, Leaving, View
-from straggle.merge.store import peek
+from straggle.merge.wire.store import peek
 
 FIRST = View(0, {0: "a", 1: "b", 2: "c", 3: "d"}, job="j")
 SECOND = FIRST.without({3: Leaving("silent", "no sign of life")})

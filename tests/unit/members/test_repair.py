@@ -14,8 +14,8 @@ from training import Chain
 from straggle.backward.stages import BUCKET_BYTES, Stage, StagePlan
 from straggle.members.moved_round import freeze, go_on, notes_of, travels
 from straggle.members.view import MergeProgress, Repair, progress_length, repair
-from straggle.merge.buffers import StageBuffers
-from straggle.merge.round import Layout, Round, RoundTerms
+from straggle.merge.round.buffers import StageBuffers
+from straggle.merge.round.round import Layout, Round, RoundTerms
 from straggle.policies import merge_time
 from straggle.source.replicated import slots_of
 

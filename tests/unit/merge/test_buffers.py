@@ -8,8 +8,8 @@ from telemetry_rows import row_of
 from torch import nn
 
 from straggle.backward.stages import plan_stages
-from straggle.merge.buffers import StageBuffers
-from straggle.merge.telemetry import COLUMN
+from straggle.merge.round.buffers import StageBuffers
+from straggle.merge.rows.telemetry import COLUMN
 from straggle.source.replicated import slots_of
 
 SMALL, LARGE = 8, 2**16  # elements; the second has 256 KiB

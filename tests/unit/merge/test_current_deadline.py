@@ -7,8 +7,8 @@ import torch
 from telemetry_rows import row_of
 
 from straggle import FirstK, FixedDeadline, LateHandling
-from straggle.merge.current_deadline import CurrentDeadline
-from straggle.merge.table import Table
+from straggle.merge.late.current_deadline import CurrentDeadline
+from straggle.merge.rows.table import Table
 
 
 @pytest.mark.parametrize(

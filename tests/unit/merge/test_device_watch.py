@@ -6,7 +6,7 @@ import math
 import pytest
 from clock import Clock
 
-from straggle.merge.device_watch import DeviceWatch
+from straggle.merge.late.device_watch import DeviceWatch
 
 GIVE_UP_S = 60.0
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 
-from straggle.merge.groups import GlooGroup, is_over, let_go, succeeds
+from straggle.merge.wire.groups import GlooGroup, is_over, let_go, succeeds
 
 
 def two_ranks(limit_s=5.0):

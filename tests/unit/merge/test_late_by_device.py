@@ -10,11 +10,11 @@ from paced_device import PacedDevice
 from straggle import FixedDeadline, LateHandling
 from straggle.backward.clocks import Stopwatch
 from straggle.backward.device_clock import DeviceClock, HostTimes
-from straggle.merge.current_deadline import CurrentDeadline
-from straggle.merge.row import by_device
-from straggle.merge.sides import Entry, MergeSide, TrainingSide
-from straggle.merge.stand_in import StandIn
-from straggle.merge.telemetry import Row
+from straggle.merge.late.current_deadline import CurrentDeadline
+from straggle.merge.late.sides import Entry, MergeSide, TrainingSide
+from straggle.merge.late.stand_in import StandIn
+from straggle.merge.rows.row import by_device
+from straggle.merge.rows.telemetry import Row
 from straggle.report import PHASES, RankNumbers
 
 BEGAN_AT = 103.0  # the device is in the step before until then

@@ -3,7 +3,7 @@
 import pytest
 from torch.distributed import HashStore, PrefixStore
 
-from straggle.merge.launcher_words import down, needs_all, post_down, post_needs_all, post_started, will_not_come
+from straggle.merge.wire.launcher_words import down, needs_all, post_down, post_needs_all, post_started, will_not_come
 
 
 def words(down=(), started=()):

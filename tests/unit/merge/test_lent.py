@@ -8,7 +8,7 @@ from torch import nn
 
 from straggle.backward import stages
 from straggle.backward.stages import plan_stages
-from straggle.merge.buffers import StageBuffers
+from straggle.merge.round.buffers import StageBuffers
 from straggle.source.replicated import slots_of
 
 KEEPS = {

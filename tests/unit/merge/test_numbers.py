@@ -5,7 +5,7 @@ from array import array
 import pytest
 import torch
 
-from straggle.merge.numbers import PlainNumbers
+from straggle.merge.round.numbers import PlainNumbers
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

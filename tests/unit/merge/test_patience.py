@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from straggle.merge.patience import Awaited, Heard, Patience, Sign, judged, place_in_replica, verdict
+from straggle.merge.wire.patience import Awaited, Heard, Patience, Sign, judged, place_in_replica, verdict
 
 USUAL = Patience(give_up_s=300.0, group_s=1800.0)
 SHORT_GROUP = Patience(give_up_s=300.0, group_s=60.0)

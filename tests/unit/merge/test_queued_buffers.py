@@ -9,10 +9,10 @@ from telemetry_rows import row_of
 from torch import nn
 
 from straggle.backward.stages import plan_stages
-from straggle.merge.buffers import NOTHING, Share, StageBuffers
-from straggle.merge.groups import ProcessGroups
-from straggle.merge.queued_buffers import QueuedBuffers
-from straggle.merge.telemetry import COLUMN
+from straggle.merge.round.buffers import NOTHING, Share, StageBuffers
+from straggle.merge.round.queued_buffers import QueuedBuffers
+from straggle.merge.rows.telemetry import COLUMN
+from straggle.merge.wire.groups import ProcessGroups
 from straggle.source.replicated import slots_of
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)

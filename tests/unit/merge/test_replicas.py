@@ -5,9 +5,9 @@ import torch
 from telemetry_rows import row_of
 from torch import nn
 
-from straggle.merge.fingerprint import digest
-from straggle.merge.fingerprint import fingerprint as fingerprint_of
-from straggle.merge.table import Table
+from straggle.merge.rows.table import Table
+from straggle.merge.wire.fingerprint import digest
+from straggle.merge.wire.fingerprint import fingerprint as fingerprint_of
 
 
 def fingerprint(tensors):

@@ -5,8 +5,8 @@ from torch import nn
 from straggle import Merge
 from straggle.backward.clocks import Stopwatch
 from straggle.backward.stages import plan_stages
-from straggle.merge.rounds import Rounds
-from straggle.merge.sides import MergeSide, TrainingSide
+from straggle.merge.late.sides import MergeSide, TrainingSide
+from straggle.merge.round.rounds import Rounds
 from straggle.source.replicated import slots_of
 
 

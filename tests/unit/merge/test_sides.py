@@ -4,7 +4,7 @@ import pytest
 from rounds import merged_round
 
 from straggle.backward.clocks import Stopwatch
-from straggle.merge.sides import Entry, MergeSide, TrainingSide
+from straggle.merge.late.sides import Entry, MergeSide, TrainingSide
 
 ENTERS_AT, MERGED_AT = 107.0, 104.0
 

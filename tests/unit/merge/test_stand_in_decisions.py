@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from straggle.merge.lateness import (
+from straggle.merge.late.lateness import (
     Ask,
     End,
     GiveBack,
@@ -22,7 +22,7 @@ from straggle.merge.lateness import (
     decide,
     post_at,
 )
-from straggle.merge.long_wait import LONG_S
+from straggle.merge.wire.long_wait import LONG_S
 
 LIMITS = Limits(deadline_s=10.0, after_quorum_s=0.0, grace_s=0.5, max_lag=2)
 BETWEEN = Situation(merged_at=100.0, busy_since=100.0)  # the training thread has not entered the step

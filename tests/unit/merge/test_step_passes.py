@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from straggle.merge.step_passes import EqualPasses
+from straggle.merge.round.step_passes import EqualPasses
 
 
 def test_equal_passes_each_have_the_weight_of_the_step():

@@ -7,8 +7,8 @@ import torch
 from telemetry_rows import row_of
 
 from straggle import AutoDeadline, LateHandling, QuantileDeadline
-from straggle.merge.table import Table
-from straggle.merge.telemetry import absent_row
+from straggle.merge.rows.table import Table
+from straggle.merge.rows.telemetry import absent_row
 from straggle.policies.deadline import next_deadline
 from straggle.policies.history import HistoryWindow
 from straggle.policies.price import kept

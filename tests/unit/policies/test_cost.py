@@ -8,8 +8,8 @@ from telemetry_rows import row_of
 from torch import nn
 
 from straggle.backward.stages import Stage, StagePlan
-from straggle.merge.current_deadline import CurrentDeadline
-from straggle.merge.table import Table
+from straggle.merge.late.current_deadline import CurrentDeadline
+from straggle.merge.rows.table import Table
 from straggle.policies.auto_deadline import AutoDeadline
 from straggle.policies.cost import UsualCost, mean_cost_of
 from straggle.policies.deadline import Deadline, LateHandling, NextDeadline, QuantileDeadline

@@ -23,8 +23,8 @@ from straggle import (
     QuantileDeadline,
     Shadow,
 )
-from straggle.merge.table import Table
-from straggle.merge.telemetry import MICROBATCH_SLOTS
+from straggle.merge.rows.table import Table
+from straggle.merge.rows.telemetry import MICROBATCH_SLOTS
 from straggle.policies.history import HistoryWindow, ProgressRow, StepProgress
 from straggle.policies.price import kept, vary_together
 from straggle.policies.recorded_steps import StepTimes, outcomes

@@ -10,8 +10,8 @@ from telemetry_rows import row_of
 from training import Chain
 
 from straggle.backward.stages import plan_stages
-from straggle.merge.step_record import shadow_report
-from straggle.merge.table import Table
+from straggle.merge.rows.step_record import shadow_report
+from straggle.merge.rows.table import Table
 from straggle.policies.step_model import StopRules
 from straggle.report import PHASES
 

@@ -7,9 +7,9 @@ import torch
 from telemetry_rows import row_of
 
 from straggle import FixedDeadline, LateHandling
-from straggle.merge.current_deadline import CurrentDeadline
-from straggle.merge.replica import Replica
-from straggle.merge.table import Table
+from straggle.merge.late.current_deadline import CurrentDeadline
+from straggle.merge.late.replica import Replica
+from straggle.merge.rows.table import Table
 from straggle.pools.pulling import Pulling
 
 

@@ -6,8 +6,8 @@ from training import mlp
 
 from straggle import Estimate
 from straggle.backward.stages import StagePlan, plan_stages
-from straggle.merge.buffers import StageBuffers
-from straggle.merge.round import Contribution, Layout, Round, RoundTerms
+from straggle.merge.round.buffers import StageBuffers
+from straggle.merge.round.round import Contribution, Layout, Round, RoundTerms
 from straggle.policies.estimators import Estimator, FillIn
 from straggle.source.replicated import ReplicatedSource
 from straggle.source.source import GradientSource, Slot

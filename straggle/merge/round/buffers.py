@@ -1,0 +1,485 @@
+"""Flat buffers that hold one step's gradients, their weights and the telemetry, ready for allreduce.
+
+A contribution is scaled by ``1 / world_size`` as it is copied in, as DDP does, so that after the allreduce
+``merged = sum(w * g) / sum(w) = buffer * (world_size / sum(w))``, which is the buffer itself when no rank is late.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from straggle.backward.stages import STAGE_BYTES, StagePlan, mean_over
+from straggle.merge.round.lent import Lent
+from straggle.merge.round.messages import ALIGN, NumbersWithData
+from straggle.merge.round.numbers import PlainNumbers
+from straggle.merge.rows.counts import Counts
+from straggle.merge.rows.telemetry import COLUMN, NONFINITE, row_length
+from straggle.merge.wire.groups import Group, ProcessGroups
+from straggle.source.source import Slot
+
+_SENT_BYTES = COLUMN["sent_bytes"]
+_FREED_BYTES = STAGE_BYTES  # DDP's first bucket has as many
+_LARGE_BYTES = 2**18  # a gradient of this size has left the cache when the last one of its bucket is copied
+
+
+@dataclass(frozen=True)
+class Share:
+    """What is in the buffer for one parameter: a weight, and whether a gradient or an estimate is there.
+
+    After the merge, the sum over ranks. Weight without presence: the graph did not use the parameter, a zero gradient.
+    """
+
+    weight: float
+    present: bool
+
+
+FULL = Share(1.0, True)
+NOTHING = Share(0.0, False)
+
+
+@dataclass(frozen=True)
+class Flat:
+    """The ``gradients`` of one bucket that share a dtype and a device; ``tail``: their weights and presence flags.
+
+    The tail is fp32 or finer. ``wire``: the gradients as they travel, if that is not as they are.
+    ``plain_tail``: the tail as plain memory. ``large`` of the parameters are summed as they are copied, to see whether
+    they are finite; ``between`` is the rest. ``both``: gradients and tail, one tensor if they lie together.
+    """
+
+    parameters: tuple[int, ...]
+    gradients: Tensor
+    tail: Tensor
+    messages: tuple[Tensor, ...]
+    wire: Tensor | None
+    plain_tail: PlainNumbers
+    large: tuple[int, ...]
+    between: tuple[Tensor, ...]
+    both: tuple[Tensor, ...]
+
+    def all_reduce(self, groups: ProcessGroups) -> list[dist.Work]:
+        """Send its messages."""
+        return [groups.data.all_reduce(tensor) for tensor in self.messages]
+
+    def broadcast(self, groups: ProcessGroups, source: int) -> list[dist.Work]:
+        """The same, from the rank at place ``source``."""
+        return [groups.data.broadcast(tensor, source) for tensor in self.messages]
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """What one bucket lies in. ``rows``: what of it is telemetry, if it is the last one; empty otherwise."""
+
+    flats: list[Flat]
+    lent: Lent
+    rows: Tensor
+
+    @staticmethod
+    def new(flats: list[Flat], views: Sequence[Tensor], rows: Tensor) -> _Memory:
+        """That of a bucket which nobody has used."""
+        own = (views[index] for flat in flats for index in flat.parameters)  # no list: that would have them
+        return _Memory(flats, Lent(own, (flat.gradients for flat in flats)), rows)
+
+
+def keep_freed_memory() -> None:
+    """Let glibc's allocator keep up to 50 MB of what is freed, as it does under DDP.
+
+    It learns from the largest block of up to 32 MB that was ever freed, and gives the rest back to the system: a large
+    gradient may then come in fresh pages in every step. DDP's first buckets are such blocks, stages' buffers are often
+    smaller. Nobody writes to this one, so it takes no memory.
+    """
+    torch.empty(_FREED_BYTES, dtype=torch.uint8, device="cpu")
+
+
+class StageBuffers:
+    """One step's gradients of all stages. Not thread-safe: the coordinator's lock guards it.
+
+    ``views`` holds one gradient for each slot. With the last bucket go ``rows``, a row of telemetry for each rank,
+    and ``state``, a message of ``num_state`` numbers of the module's other state (`state/averages.py`). After
+    `use_telemetry` the rows go in a message of their own, after all buckets. ``drop_nonfinite``: gradients with
+    elements that are not finite are left out. ``wire_dtype``: that in which float32 gradients travel.
+    ``by_few_kernels``: several gradients should come by one call, which a device needs; on the CPU that saves nothing.
+    """
+
+    is_queued = False  # the host waits for the merge, and reads what came of it
+    usable: Tensor | None = None
+
+    def __init__(
+        self,
+        plan: StagePlan,
+        slots: Sequence[Slot],
+        world_size: int,
+        *,
+        num_state: int = 0,
+        drop_nonfinite: bool = False,
+        wire_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._world_size = world_size
+        self._slots = slots
+        self._drop_nonfinite = drop_nonfinite
+        self.by_few_kernels = self.is_queued or slots[0].tensor.is_cuda
+        self.state = torch.zeros(num_state, dtype=torch.float64)
+        self._memory_for = NumbersWithData(world_size, wire_dtype).place
+        self._merged: dict[int, Share] = {}  # of the buckets that are normalized
+        self._sums: dict[int, float] = {}  # of large gradients to which nothing was added since
+        self._large: set[int] = set()
+        self._bad: list[Tensor] = []  # which of this rank's gradients were left out, if they were looked at
+        self._rank = -1  # whose row was written
+        self._divisor = self._divides_by()
+        self._scale = torch.tensor(1 / self._divisor)  # a tensor, because a number is made into one at each call
+        self.views: list[Tensor] = [torch.empty(0)] * len(slots)
+        self.rows = torch.empty(0)
+        self._stages = plan.buckets()
+        buckets = [[index for stage in bucket for index in stage.parameters] for bucket in self._stages]
+        self._length = world_size * row_length(len(plan.stages))
+        self._num_last = self._numbers_with_last()
+        self._buckets = [self._allocate(bucket, last=bucket is buckets[-1]) for bucket in buckets]
+        self._own_rows = array("f", bytes(4 * self._length))  # zeros but for this rank's row
+        self._with_last = self._place_of_rows(self.rows)
+        self._num_bytes = sum(map(self._bytes_of, range(len(buckets))))  # of all messages, sent once
+        self._again_bytes = 0  # of those that are sent once more, in other groups
+        no_rows, last_bucket = torch.empty(0), self._buckets[-1]
+        self._memory = [
+            _Memory.new(flats, self.views, self.rows if flats is last_bucket else no_rows) for flats in self._buckets
+        ]
+        self._set_aside: dict[int, _Memory] = {}  # of some buckets, because the loop had a gradient in it
+        self.use_telemetry(self._with_last)
+        for memory in self._memory:
+            memory.lent.begin_use()
+
+    def _divides_by(self) -> int:
+        """What gradients are divided by as they are put in."""
+        return self._world_size
+
+    def _numbers_with_last(self) -> int:
+        """How many numbers the last bucket has beside its tail: the rows."""
+        return self._length
+
+    def _place_of_rows(self, with_last: Tensor) -> Tensor:
+        """Where the rows lie; ``with_last``: the numbers that the last bucket has beside its tail."""
+        return with_last
+
+    def _numbers_of(self, num_parameters: int) -> int:
+        """How many numbers the tail of so many gradients has: weights, then presence flags."""
+        return 2 * num_parameters
+
+    def use_telemetry(self, numbers: Tensor) -> None:
+        """Where ``rows`` lie, from here on to the end of the step."""
+        self.telemetry = numbers
+        self._plain = PlainNumbers(numbers)
+        self.rows = numbers[: self._length].view(self._world_size, -1)
+
+    def begin(self) -> None:
+        """A new step begins."""
+        self._bad, self._merged, self._rank, self._sums = [], {}, -1, {}
+        self._again_bytes = 0
+        if self.telemetry is not self._with_last:
+            self.use_telemetry(self._with_last)
+
+    def renew_held(self) -> None:
+        """Use other memory for each bucket of which the loop has a gradient still: that one stays as it is.
+
+        Between two steps, when no ``p.grad`` is among them.
+        """
+        if self.telemetry is not self._with_last:
+            self.use_telemetry(self._with_last)
+        for number, memory in enumerate(self._memory):
+            if not memory.lent.are_back:
+                self._renew(number)
+                self._memory[number].lent.begin_use()  # not in `_renew`, whose variables have a gradient
+            elif self._set_aside:
+                self._set_aside.pop(number, None)
+
+    def _renew(self, number: int) -> None:
+        """Fresh memory is slow, so if a loop keeps the gradients of its last step, two take turns."""
+        old, other = self._memory[number], self._set_aside.get(number)
+        self._set_aside[number] = old
+        last = number == len(self._buckets) - 1
+        if other is None or not other.lent.are_free:
+            indices = [index for flat in old.flats for index in flat.parameters]
+            flats = self._allocate(indices, last=last)
+            other = _Memory.new(flats, self.views, self.rows)
+        self._memory[number], self._buckets[number] = other, other.flats
+        order = (index for flat in other.flats for index in flat.parameters)
+        for index, gradient in zip(order, other.lent.gradients, strict=True):
+            self.views[index] = gradient
+        if last:
+            self._with_last = self._place_of_rows(other.rows)
+        self.use_telemetry(self._with_last)
+
+    def accumulate(
+        self, index: int, gradient: Tensor, *, add: bool, weight: float = 1.0, complete: bool = False
+    ) -> None:
+        """Write ``weight * gradient`` of parameter ``index``, or add it; ``complete``: that is all of it."""
+        if gradient.requires_grad:  # backward(create_graph=True)
+            gradient = gradient.detach()
+        if add:
+            self.views[index].add_(gradient, alpha=weight / self._divisor)
+        else:
+            torch.mul(gradient, self._scale if weight == 1.0 else weight / self._divisor, out=self.views[index])
+        if index in self._large:
+            if complete:  # a number: a tensor that stays would lie between freed gradients, and break up their memory
+                self._sums[index] = _sum(self.views[index])
+            else:
+                self._sums.pop(index, None)
+
+    def accumulate_together(self, own: Sequence[tuple[int, Tensor]], *, add: bool, weight: float = 1.0) -> None:
+        """The same for several parameters and their gradients, by few kernels; the bits are the same too."""
+        views = [self.views[index] for index, _ in own]
+        gradients = [gradient.detach() if gradient.requires_grad else gradient for _, gradient in own]
+        if add:
+            torch._foreach_add_(views, gradients, alpha=weight / self._divisor)
+            return
+        torch._foreach_copy_(views, gradients)
+        if (scale := self._scale.item() if weight == 1.0 else weight / self._divisor) != 1.0:
+            torch._foreach_mul_(views, scale)
+
+    def read(self, index: int, weight: float = 1.0) -> Tensor:
+        """A copy of this rank's gradient of parameter ``index`` as it was put in with ``weight``."""
+        return self.views[index] * (self._divisor / weight)
+
+    def write_state(self, given: Tensor | None) -> None:
+        """What this rank gives of the module's other state, before the last bucket goes."""
+        if len(self.state):
+            self.state.zero_() if given is None else self.state.copy_(given)
+
+    def write_telemetry(self, rank: int, row: array[float]) -> None:
+        """This rank's telemetry, before the last bucket goes."""
+        self._rank = rank
+        apart_bytes = 0 if self.telemetry is self._with_last else self.telemetry.nbytes
+        row[_SENT_BYTES] = self._num_bytes + self._again_bytes + apart_bytes
+        self._own_rows[rank * len(row) : (rank + 1) * len(row)] = row
+        self._plain.write(self._own_rows)
+
+    def copy_rows(self) -> array[float]:
+        """The merged rows, one after the other, for who goes on when these buffers are used again."""
+        return self._plain.copy(self._length)
+
+    def all_reduce(
+        self, bucket: int, shares: Mapping[int, Share], groups: ProcessGroups, weight: float = 1.0
+    ) -> list[dist.Work]:
+        """Start the merge of a bucket; a parameter not in ``shares`` has its full gradient in it, with ``weight``."""
+        works = []
+        for flat in self._buckets[bucket]:
+            if shares.keys().isdisjoint(flat.parameters):
+                self._write_full(flat, weight)
+            else:
+                full = Share(weight, True)
+                self._write_shares(flat, [shares.get(index, full) for index in flat.parameters])
+            if self._drop_nonfinite:
+                self._leave_out_nonfinite(flat)
+            if (self._bad or self.is_queued) and flat is self._buckets[-1][-1]:
+                self._count_nonfinite()
+            if flat.wire is not None:
+                flat.wire.copy_(flat.gradients)
+            works += flat.all_reduce(groups)
+        return works
+
+    def send_rows(self, group: Group) -> dist.Work:
+        """Start the merge of the rows, after that of all buckets, if the buffers are queued."""
+        raise NotImplementedError
+
+    def _write_full(self, flat: Flat, weight: float) -> None:
+        """All gradients of the bucket are in it, with this weight."""
+        flat.plain_tail.fill(1.0)
+        if weight != 1.0:
+            flat.tail[: len(flat.parameters)] = weight
+
+    def _write_shares(self, flat: Flat, own: Sequence[Share]) -> None:
+        """This is in the bucket for each of its parameters."""
+        tail = [share.weight for share in own] + [float(share.present) for share in own]
+        flat.tail.copy_(torch.tensor(tail, dtype=flat.tail.dtype), non_blocking=True)
+        self._clear_absent(flat, own)
+
+    def _clear_absent(self, flat: Flat, own: Sequence[Share]) -> None:
+        for index, share in zip(flat.parameters, own, strict=True):
+            if not share.present:
+                self.views[index].zero_()
+
+    def counts(self) -> Counts | None:
+        """What only the device knows of the merge; ``None``: nothing."""
+        return None
+
+    def merge_telemetry(self, group: Group) -> dist.Work:
+        """Start the merge of the rows apart from the last bucket, if `use_telemetry` has made them so."""
+        self._count_nonfinite()
+        return group.all_reduce(self.telemetry)
+
+    def _count_nonfinite(self) -> None:
+        if self._bad and self._rank >= 0:  # otherwise the row has 0 already
+            self.rows[self._rank, NONFINITE] = torch.cat(self._bad).sum()
+
+    def num_messages(self, bucket: int) -> int:
+        """How many messages a bucket goes in."""
+        return sum(len(flat.messages) for flat in self._buckets[bucket])
+
+    def _bytes_of(self, bucket: int) -> int:
+        return sum(message.nbytes for flat in self._buckets[bucket] for message in flat.messages)
+
+    def resend(self, bucket: int, groups: ProcessGroups) -> list[dist.Work]:
+        """Start the merge of a bucket with what is in it now."""
+        self._again_bytes += self._bytes_of(bucket)
+        return [work for flat in self._buckets[bucket] for work in flat.all_reduce(groups)]
+
+    def broadcast(self, bucket: int, groups: ProcessGroups, source: int) -> list[dist.Work]:
+        """Start to give a bucket that is merged to all; ``source``: the place of the rank that has it."""
+        return [work for flat in self._buckets[bucket] for work in flat.broadcast(groups, source)]
+
+    def take_over(self, other: StageBuffers, lost: Collection[int]) -> None:
+        """Copy what another has, but for the ``lost`` buckets, into these, which are zeros."""
+        self._bad, self._again_bytes = other._bad, other._again_bytes
+        for number, (mine, theirs) in enumerate(zip(self._buckets, other._buckets, strict=True)):
+            for flat, its in zip(mine, theirs, strict=True):
+                if number in lost:
+                    continue
+                for message, old in zip(flat.messages, its.messages, strict=True):
+                    message.copy_(old)
+                if flat.wire is not None:  # of a bucket that was not launched, the messages have nothing yet
+                    flat.gradients.copy_(its.gradients)
+
+    def _leave_out_nonfinite(self, flat: Flat) -> None:
+        """Make zeros with weight 0 of gradients that have elements which are not finite.
+
+        On a device all of a bucket are left out if one of them is such. That takes four kernels, without waiting for
+        the device; to mask each by itself takes one more for each, and launching them as long as the rest of the merge.
+        """
+        if flat.gradients.is_cuda:
+            if not len(flat.gradients):  # has no norm
+                return
+            bad = ~(torch.linalg.vector_norm(flat.gradients, math.inf) < math.inf)  # NaN is not less either
+            for data in flat.both:
+                data.masked_fill_(bad, 0.0)
+            self._bad.append(bad.expand(len(flat.parameters)))
+            return
+        # one pass over what was not summed yet is enough
+        summed = all(index in self._sums for index in flat.large)
+        sums = [self._sums[index] for index in flat.large] if summed else []
+        sums += [_sum(part) for part in (flat.between if summed else (flat.gradients,))]
+        if all(map(math.isfinite, sums)):
+            return
+        views = [self.views[index] for index in flat.parameters]
+        bad = torch.stack([~torch.isfinite(view).all() for view in views])
+        for view, is_bad in zip(views, bad.unbind(), strict=True):
+            view.masked_fill_(is_bad, 0.0)
+        flat.tail.view(2, -1).masked_fill_(bad, 0.0)
+        self._bad.append(bad)
+
+    def weights_in(self, bucket: int) -> tuple[float, ...]:
+        """For each stage of a bucket, the mean weight over its elements of what is in it now."""
+        weights: dict[int, float] = {}
+        for flat in self._buckets[bucket]:
+            weights |= zip(flat.parameters, flat.plain_tail.tolist(), strict=False)  # then their presence
+        return tuple(
+            mean_over([weights[i] for i in stage.parameters], [self.views[i].numel() for i in stage.parameters])
+            for stage in self._stages[bucket]
+        )
+
+    def normalize(self) -> list[Share]:
+        """After all merges: scale each gradient to the weighted mean, in place, and say what is in it."""
+        self._normalize([flat for bucket in self._buckets for flat in bucket])
+        return [self._merged[index] for index in range(len(self.views))]
+
+    def weight_of(self, index: int) -> float:
+        """What of all ranks is in a parameter's gradient, once it is normalized; 0 if it is not."""
+        return self._merged[index].weight if index in self._merged else 0.0
+
+    def normalize_bucket(self, bucket: int) -> dict[int, Share]:
+        """The same for the parameters of one bucket, after its merge; it may be asked again."""
+        self._normalize(self._buckets[bucket])
+        return {index: self._merged[index] for flat in self._buckets[bucket] for index in flat.parameters}
+
+    def _normalize(self, flats: Sequence[Flat]) -> None:
+        of_all = Share(float(self._world_size), True)
+        new = [flat for flat in flats if flat.parameters[0] not in self._merged]
+        for flat, tail in zip(new, _tails(new), strict=True):
+            if flat.wire is not None:
+                flat.gradients.copy_(flat.wire)
+            count = len(flat.parameters)
+            if tail.count(self._world_size) == len(tail):  # of all ranks, as in nearly every step
+                self._merged |= dict.fromkeys(flat.parameters, of_all)
+                continue
+            for index, weight, present in zip(flat.parameters, tail[:count], tail[count:], strict=True):
+                if weight == self._world_size and present:
+                    self._merged[index] = of_all
+                else:
+                    self._merged[index] = Share(weight, present > 0)
+                    if weight > 0:
+                        self.views[index].mul_(self._world_size / weight)
+
+    def _is_large(self, slot: Slot) -> bool:
+        return self._drop_nonfinite and not self.by_few_kernels and slot.nbytes >= _LARGE_BYTES
+
+    def _allocate(self, indices: Sequence[int], *, last: bool) -> list[Flat]:
+        """Memory for the parameters of one bucket, or of the last one."""
+        slots = self._slots
+        alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for index in indices:
+            alike.setdefault((slots[index].dtype, slots[index].device), []).append(index)
+        flats = []
+        for position, ((dtype, device), own) in enumerate(alike.items()):
+            starts, end = [], 0
+            for index in own:
+                starts.append(end)
+                end += -(-slots[index].numel // ALIGN) * ALIGN
+            num_tail, is_last = self._numbers_of(len(own)), last and position == len(alike) - 1
+            placed = self._memory_for(end, num_tail + (self._num_last if is_last else 0), dtype, device)
+            data, messages, tail = placed.gradients, placed.messages, placed.numbers[:num_tail]
+            for index, start in zip(own, starts, strict=True):
+                self.views[index] = _view(data, start, slots[index].tensor)
+            if is_last and len(self.state):
+                self.state = self.state.to(device)
+                messages = (*messages, self.state)
+            ends = {i: (start, start + slots[i].numel) for i, start in zip(own, starts, strict=True)}
+            large = tuple(i for i in own if self._is_large(slots[i]))
+            self._large |= set(large)
+            between, both = _between(data, [ends[i] for i in large]), placed.with_numbers(num_tail)
+            plain = PlainNumbers(tail)
+            flats.append(Flat(tuple(own), data, tail, messages, placed.wire, plain, large, between, both))
+            self.rows = placed.numbers[num_tail:]
+        return flats
+
+
+def _sum(data: Tensor) -> float:
+    """Is finite if all elements are and it does not overflow."""
+    real = torch.view_as_real(data) if data.is_complex() else data
+    return float(real.sum(dtype=torch.float32).item())
+
+
+def _tails(flats: Sequence[Flat]) -> list[list[float]]:
+    """The tail of each of these; those on a device come by one copy, because each is waited for."""
+    if flats and flats[0].tail.is_cuda and len({flat.tail.device for flat in flats}) == 1:
+        numbers = torch.cat([flat.tail for flat in flats]).tolist()
+        ends = list(accumulate(len(flat.tail) for flat in flats))
+        return [numbers[end - len(flat.tail) : end] for flat, end in zip(flats, ends, strict=True)]
+    return [flat.plain_tail.tolist() for flat in flats]
+
+
+def _between(data: Tensor, parts: Iterable[tuple[int, int]]) -> tuple[Tensor, ...]:
+    """What lies between these parts, each from its start to its end, in order."""
+    edges = [0, *chain.from_iterable(parts), data.numel()]
+    return tuple(data[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end)
+
+
+def _view(data: Tensor, start: int, like: Tensor) -> Tensor:
+    """A gradient's place in the buffer, in the memory format of ``like``.
+
+    For autograd it is no view of the buffer: `detach_` works, and its version is its own.
+    """
+    for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if like.dim() == dims and like.is_contiguous(memory_format=layout):
+            return data.as_strided(like.size(), like.stride(), start).data
+    return data[start : start + like.numel()].view(like.shape).data
+
+
+def bytes_on_wire(slots: Iterable[Slot], wire_dtype: torch.dtype | None) -> int:
+    """Bytes of all gradients as they travel: those of float32 in ``wire_dtype``, if that is given."""
+    return sum(
+        own.numel * wire_dtype.itemsize if wire_dtype and own.dtype is torch.float32 else own.nbytes for own in slots
+    )

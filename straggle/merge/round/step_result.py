@@ -1,0 +1,87 @@
+"""What comes of a merged round: the rows of all ranks, the next deadline, and the record of the step."""
+
+from __future__ import annotations
+
+import math
+
+from straggle.merge.round.other_state import OtherState
+from straggle.merge.round.rank_parts import RankParts
+from straggle.merge.round.round import Round
+from straggle.merge.rows.names import ScalarNames
+from straggle.merge.rows.step_record import StepRecord
+from straggle.merge.rows.table import Table
+from straggle.merge.rows.telemetry import absent_row
+from straggle.merge.wing import Wings
+
+
+class StepResult:
+    """The first phases of `when_merged`; called with the coordinator's lock held."""
+
+    def __init__(self, rank: RankParts, names: ScalarNames, wings: Wings, others: OtherState) -> None:
+        self._rank, self._names, self._wings, self._others = rank, names, wings, others
+        self._ended_s = math.inf, math.nan  # the deadline that the step had, and one that is not enforced
+        self.error: Exception | None = None  # the policy's, to be raised after all phases
+
+    def read(self, current: Round) -> None:
+        """Read the rows of all ranks."""
+        for phase in self._wings.rows_merged:
+            phase(current)
+        if not current.is_read:
+            current.read_rows()
+        for phase in () if current.table.is_usual else self._wings.rows_read:
+            phase(current)
+
+    def decide(self, current: Round) -> None:
+        """Decide the deadline of the next step. An error of the policy's is reported to the peers, and kept."""
+        deadline, table = self._rank.deadline, current.table
+        self._ended_s = deadline.seconds, deadline.shadow_s
+        try:
+            if table.is_usual or not table.replanning():  # which is no step of the training
+                deadline.decide(table)
+        except Exception as error:  # a policy may be the user's
+            self._rank.channel.post_failure(f"{self._rank.where(current.step)}: {error!r}")
+            self.error = error
+
+    def record(self, current: Round) -> None:
+        """Note what happened in the step, whose time ends now."""
+        now = self._rank.stopwatch.now()
+        current.sent = {} if current.table.is_usual else self._others.sent_in(current, current.table)
+        current.record = self._recorded(current, now - self._rank.merging.merged_at, now)
+
+    def keep(self, current: Round) -> None:
+        """Put the round into the ring, for the training thread to take."""
+        self._rank.ring[current.step] = current
+        self._rank.channel.merged(current.step)
+
+    def of_absent(self, step: int) -> Round:
+        """What a step comes to for a rank that takes no part in it."""
+        rank, now = self._rank, self._rank.stopwatch.now()
+        current = rank.rounds.empty(step)
+        num_stages = len(current.layout.plan.stages)
+        current.buffers.rows[:] = absent_row(num_stages)
+        current.stood_in, current.sent = True, {}
+        current.generation = max(1, current.generation)  # the ranks that merge are others than at first
+        current.table = Table(current.buffers.rows.clone(), num_stages)
+        current.table.probed = rank.training.probes
+        self._ended_s = rank.deadline.seconds, rank.deadline.shadow_s
+        since_s = now - rank.training.applied_at
+        current.record = self._recorded(current, since_s if math.isfinite(since_s) else 0.0, now)
+        return current
+
+    def _recorded(self, current: Round, seconds: float, now: float) -> StepRecord:
+        deadline, (deadline_s, shadow_s) = self._rank.deadline, self._ended_s
+        return StepRecord(
+            current.step,
+            seconds,
+            deadline_s,
+            current.layout.plan,
+            current.table,
+            self._names,
+            shadow_s=shadow_s,
+            rules=deadline.rules,
+            usual_cost=deadline.usual_cost,
+            merged_weights=() if current.rows_tell_all else current.merged_weights(),
+            differing=current.differing,
+            dealt=deadline.dealt,
+            merged_at=now,
+        )

@@ -1,0 +1,129 @@
+"""What this rank submits for a step: its own work with estimates beside it, or what was finished and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from straggle.merge.round.rank_parts import RankParts
+from straggle.merge.round.round import Contribution, Round
+from straggle.merge.rows.device_numbers import NOTHING_ARRIVED
+from straggle.merge.rows.row import by_device, row_of
+from straggle.merge.rows.telemetry import MAX_SCALARS
+from straggle.merge.state.exchange import NOTHING_GIVEN, Given
+from straggle.merge.wing import Wings
+from straggle.policies.estimators import FillIn
+from straggle.source.source import Slot
+
+
+class Submission:
+    """Called by the training thread, and by the stand-in in its place, with the coordinator's lock held.
+
+    ``error``: the estimator's, while a step was submitted.
+    """
+
+    def __init__(self, rank: RankParts, wings: Wings, slots: Sequence[Slot], fill_in: FillIn) -> None:
+        self._rank, self._wings = rank, wings
+        self._slots, self._fill_in = slots, fill_in
+        self.error: Exception | None = None
+
+    def own(
+        self,
+        current: Round,
+        *,
+        truncated: bool,
+        failed: bool = False,
+        scalars: Mapping[str, float],
+        given: Given,
+    ) -> float:
+        """Submit the training thread's own step; when that was."""
+        training = self._rank.training
+        if current.passes.may_end_early:
+            self._complete(current, current.end_early())
+        own = current.own_part(self._rank.stopwatch.phase, truncated=truncated, failed=failed)
+        if current.beside:
+            self._complete(current, current.add_beside(own))
+        if not truncated:
+            training.microbatch_finished()
+        if min(own.computed) < 1 and self._had_work(current):
+            own = self._estimate(current, own)
+        return self._submit(current, own, scalars, given)
+
+    def _estimate(self, current: Round, own: Contribution) -> Contribution:
+        """Let the estimator fill in."""
+        try:
+            return current.estimate(own, self._fill_in, self._slots)
+        except Exception as error:
+            self._estimator_failed(current, error)
+            return own
+
+    def _estimator_failed(self, current: Round, error: Exception) -> None:
+        """Report the estimator's error to all ranks; this rank raises it when the step ends."""
+        self.error = error
+        if not self._wings.go_on:
+            self._rank.training.fail()
+            self._rank.channel.post_failure(f"{self._rank.where(current.step)}: {error!r}")
+
+    def finished(self, current: Round) -> float:
+        """Submit what the training thread finished, and nothing for the rest; when that was."""
+        current.stood_in = True
+        if current.passes.may_end_early:
+            self._complete(current, current.end_early())
+        own = current.finished_part(self._rank.stopwatch.phase)
+        if current.beside:
+            self._complete(current, current.add_beside(own))
+        now = self._submit(current, own, {}, NOTHING_GIVEN)
+        self._rank.training.stop_up_to(current.step)
+        return now
+
+    def _complete(self, current: Round, indices: Sequence[int]) -> None:
+        """Only now it is known that no more comes to these: what is complete counts like any other that is."""
+        after_s = self._rank.stopwatch.now() - (self._rank.training.entered_at or 0.0)
+        for index in indices:
+            if self._fill_in.reads_own:
+                try:
+                    self._fill_in.computed(self._slots[index].parameter, current.read(index))
+                except Exception as error:
+                    self._estimator_failed(current, error)
+            current.parameter_complete(index, after_s)
+
+    def _had_work(self, current: Round) -> bool:
+        """Whether what is not computed is missing: who has no data, or no passes, has dropped nothing."""
+        entry = self._rank.training.entry
+        if (had_work := entry.had_work) is None:
+            had_work = current.passes.number > 0 and not entry.idle
+        current.had_work = had_work
+        return had_work
+
+    def _submit(self, current: Round, own: Contribution, scalars: Mapping[str, float], given: Given) -> float:
+        """Launch all collectives that are left, the last with the telemetry; when that was."""
+        training, merging, channel = self._rank.training, self._rank.merging, self._rank.channel
+        weights, in_step = current.weights(own), training.is_in(current.step)
+        arrived = NOTHING_ARRIVED
+        if current.buffers.is_queued:
+            arrived = self._rank.device_numbers.take(current.step, MAX_SCALARS - len(scalars))
+        row = row_of(
+            training,
+            merging,
+            current,
+            own,
+            weights,
+            scalars,
+            in_step=in_step,
+            state=given.mark,
+            without_store=not channel.store.reachable,
+            arrived=arrived,
+            inside_wait_s=self._rank.replica.waited_s(),
+        )
+        if (clock := self._rank.device_clock) is not None:
+            row = by_device(row, clock, in_step=in_step)
+        for phase in self._wings.submit:
+            row = phase(current, row)
+        current.buffers.write_state(given.message)
+        current.buffers.write_telemetry(self._rank.replica.place, row.numbers())
+        current.row, current.given = row, given
+        current.joins_over = row.joins_over if current.stood_in else None
+        current.idle, current.entered = training.entry.idle, in_step
+        current.close(own, weights)
+        now = self._rank.stopwatch.now()
+        merging.submit(now)
+        return now

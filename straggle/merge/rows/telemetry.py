@@ -1,0 +1,197 @@
+"""What each rank reports with every merge: one row of numbers, in its own slot, so that no message is added.
+
+A row holds the numbers that `Row` declares, then four numbers for each stage, then the user's scalars as (hash of the
+name, value) pairs, so that ranks need not agree on names or their order.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from operator import attrgetter
+from types import MappingProxyType
+from typing import NamedTuple, get_type_hints
+
+import torch
+from torch import Tensor
+
+from straggle.merge.rows.names import name_hash
+from straggle.merge.state.marks import UNCHANGED, UNFINISHED
+from straggle.policies.rank_links import Way
+from straggle.report import PHASES, Phase, RankNumbers
+from straggle.schema import numbers_of
+from straggle.source.kept import NONE, UNDECIDED
+
+MAX_SCALARS = 8
+MICROBATCH_SLOTS = 16  # for the times at which micro-batches end; of more of them, several share one
+TIMES = tuple(f"{phase}_s" for phase in PHASES)
+MAX_WAYS = 4  # to peers, as this rank measured them last
+WAYS = tuple(f"way_{part}_{slot}" for slot in range(MAX_WAYS) for part in ("target", "latency", "rate", "age"))
+NO_FINGERPRINT = -1
+
+
+class Row(NamedTuple):
+    """One rank's telemetry for one step: what its report has as it is, and what only ranks read.
+
+    ``reported``: the first. ``times``: seconds of each phase. ``computed``, ``estimated`` and ``weights`` (of all that
+    it submits; empty: as computed) are shares of each stage, relative to the rank's own weight. ``stage_s``: when each
+    stage was complete, and ``microbatch_s``: each micro-batch. ``ways``: to peers, as it measured them last, at most
+    ``MAX_WAYS``. Each field that is one number has a slot; marks are integers of 48 bits, which go as two numbers,
+    exact in float32.
+    """
+
+    times: Mapping[Phase, float]
+    reported: RankNumbers
+    busy_s: float  # from the merge before to the end of its own work
+    computed: tuple[float, ...] = ()
+    estimated: tuple[float, ...] = ()
+    stage_s: tuple[float, ...] = ()
+    weights: tuple[float, ...] = ()
+    microbatch_s: tuple[float, ...] = ()
+    ways: tuple[Way, ...] = ()
+    scalars: Mapping[str, float] = MappingProxyType({})
+    merge_s: float = 0.0  # from the end of its own work in the step before to the end of its merge
+    num_microbatches: int = 1
+    cause: int = -1  # an index into `CAUSES`
+    failed: bool = False  # its own code raised
+    cost: float = math.nan  # what the user gave the step
+    stepped: float = math.nan  # how often its optimizers stepped since the merge before; NaN: not known
+    kept: int = UNDECIDED  # which gradients it had before its first backward pass (`kept.mark`)
+    frozen: int = UNDECIDED  # a number for the merged parameters that need no gradient
+    replans: bool = False  # it has other parameters, and reports only that
+    without_store: bool = False  # the job's store did not answer it
+    admits: bool = False  # it lets others in after this step
+    leaves: int = 0  # it is to leave after this step, if so many others are left; 0: it stays
+    pool_parts: int = 0  # as `StepReport` has it, which takes the largest of all ranks,
+    pool_weight: float = 0.0  # and this
+    counts_behind: int = 0  # as `StepReport` has it
+    skipped_before: bool = False  # so many steps before, no rank had a gradient that could be applied
+    gathers: bool = False  # its loop begins collectives of its own in its steps
+    probed: int = 0  # a rank that is out, and of which it has heard what its own work takes, plus 1;
+    probe_number: float = 0.0  # and which time its own work this was, and its seconds
+    probe_s: float = 0.0
+    joins_over: int = 0  # the loops over `join` for which it has no more data after this step
+    fingerprint: int = NO_FINGERPRINT  # of what it holds
+    state: int = UNFINISHED  # the mark of what its forward pass changed beside gradients (`state/exchange.py`)
+
+    def encode(self) -> Tensor:
+        """The row as a tensor of `row_length` elements."""
+        return torch.frombuffer(self.numbers(), dtype=torch.float32)
+
+    def numbers(self) -> array[float]:
+        """The same as plain memory."""
+        fixed = [*map(self.times.__getitem__, PHASES), *_reported(self.reported), *_plain(self)]
+        for mark in (self.fingerprint, self.state):
+            fixed += (mark >> 24, mark & 0xFFFFFF)
+        fixed.append(self.is_unusual)
+        numbers = array("f", fixed)
+        numbers += _numbers_of(self.ways) if self.ways else _NO_WAYS
+        numbers.fromlist([*self.computed, *self.estimated, *self.stage_s, *(self.weights or self.computed)])
+        ends = self.microbatch_s if self.num_microbatches <= MICROBATCH_SLOTS else self._shared_slots()
+        numbers.fromlist([*ends])
+        numbers += _NO_ENDS[len(ends) :]
+        pairs = [number for name, value in self.scalars.items() for number in (name_hash(name), value)]
+        numbers.fromlist(pairs)
+        numbers += _NO_PAIRS[len(pairs) :]
+        return numbers
+
+    @property
+    def is_unusual(self) -> bool:
+        """Whether it tells anything that rows of most steps do not: a usual step needs to be asked for nothing else."""
+        reported = self.reported
+        return (
+            self.state != UNCHANGED
+            or self.stepped != 1
+            or self.cause >= 0
+            or (reported.late or reported.stood_in or reported.idle or reported.absent)
+            or (self.failed or self.replans or self.without_store or self.admits or self.leaves > 0)
+            or (self.kept != NONE or self.frozen != NONE)
+            or self.skipped_before
+            or (self.fingerprint >= 0 or self.pool_parts > 0 or self.cost == self.cost)
+        )
+
+    def _shared_slots(self) -> list[float]:
+        """When the last micro-batch of each slot ended."""
+        slots = [math.nan] * MICROBATCH_SLOTS
+        for number, seconds in enumerate(self.microbatch_s):
+            slots[microbatch_slot(number, self.num_microbatches)] = seconds
+        return slots
+
+
+_MARKS = ("fingerprint", "state")
+_REPORTED = tuple(own.name for own in numbers_of(RankNumbers))
+_ONE_NUMBER = [name for name, kind in get_type_hints(Row).items() if kind in (bool, int, float)]
+_PLAIN = tuple(name for name in _ONE_NUMBER if name not in _MARKS)
+_reported, _plain = attrgetter(*_REPORTED), attrgetter(*_PLAIN)
+# the slots of a row, in their order, as `Row.numbers` writes them; those of stages, ends and scalars follow
+_HALVES = tuple(f"{mark}_{half}" for mark in _MARKS for half in ("high", "low"))
+FIELDS = (*TIMES, *_REPORTED, *_PLAIN, *_HALVES, "unusual", *WAYS)
+COLUMN = {name: column for column, name in enumerate(FIELDS)}
+NONFINITE = COLUMN["nonfinite"]  # on the CPU counted while the row is on its way
+COUNTS_BEHIND = COLUMN["counts_behind"]
+_PER_STAGE = 4
+_NO_WAYS = array("f", [-1.0, math.nan, math.nan, math.nan] * MAX_WAYS)
+_NO_ENDS = array("f", [math.nan] * MICROBATCH_SLOTS)
+_NO_PAIRS = array("f", [0.0] * (2 * MAX_SCALARS))
+
+
+def _numbers_of(ways: Sequence[Way]) -> array[float]:
+    """Four numbers for each of these ways."""
+    each = [(float(way.target), way.link.latency_s, way.link.bytes_per_s, way.age_s) for way in ways[:MAX_WAYS]]
+    numbers = array("f", [number for own in each for number in own])
+    return numbers + _NO_WAYS[len(numbers) :]
+
+
+def means_of(pairs_by_rank: Iterable[Sequence[float]]) -> dict[float, float]:
+    """Of each rank's scalars, as (hash, value, hash, value, ...), the means by hash; a hash of 0 is of none."""
+    values: dict[float, list[float]] = {}
+    for pairs in pairs_by_rank:
+        for key, value in zip(pairs[::2], pairs[1::2], strict=True):
+            if key > 0:
+                values.setdefault(key, []).append(value)
+    return {key: math.fsum(seen) / len(seen) for key, seen in values.items()}
+
+
+class StageColumns(NamedTuple):
+    """Where a row has, for each stage, the share computed, the weight of its estimate, when it was complete, and its
+    weight in the merge.
+    """
+
+    computed: slice
+    estimated: slice
+    stage_s: slice
+    weights: slice
+
+
+@lru_cache(maxsize=64)
+def stage_columns(num_stages: int) -> StageColumns:
+    """Those of rows with so many stages."""
+    first = len(FIELDS)
+    return StageColumns(*(slice(first + k * num_stages, first + (k + 1) * num_stages) for k in range(_PER_STAGE)))
+
+
+def absent_row(num_stages: int) -> Tensor:
+    """The row of a rank that takes no part; the others write it."""
+    nothing = (0.0,) * num_stages
+    row = Row(
+        dict.fromkeys(PHASES, 0.0),
+        RankNumbers(compute_s=math.nan, absent=True),
+        busy_s=0.0,
+        computed=nothing,
+        estimated=nothing,
+        stage_s=(math.nan,) * num_stages,
+    )
+    return row.encode()
+
+
+def row_length(num_stages: int) -> int:
+    """Elements of an encoded row."""
+    return len(FIELDS) + _PER_STAGE * num_stages + MICROBATCH_SLOTS + 2 * MAX_SCALARS
+
+
+def microbatch_slot(microbatch: int, num_microbatches: int) -> int:
+    """In which of the row's slots a micro-batch's end is."""
+    most = MICROBATCH_SLOTS
+    return microbatch if num_microbatches <= most else microbatch * most // num_microbatches

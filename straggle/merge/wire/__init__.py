@@ -1,0 +1,1 @@
+"""What passes between ranks: process groups, the store, who is waited for."""
