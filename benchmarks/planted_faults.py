@@ -161,7 +161,7 @@ MERGE = [
     ),
     Fault(
         "sums-of-another-step",
-        "merge/round/other_state.py",
+        "merge/round/completion.py",
         "if training.is_in(current.step) and training.entry.tensors is not None:",
         "if training.entry.tensors is not None:",
     ),

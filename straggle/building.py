@@ -20,8 +20,7 @@ from straggle.loop.drops import DropLog, Names
 from straggle.loop.hook_registers import HookRegisters
 from straggle.loop.model_parts import ModelParts, Options, make_alike, model_parts, rank_parts
 from straggle.loop.optimizer_steps import OptimizerSteps
-from straggle.loop.planning import Planning
-from straggle.loop.replanning import Replanning
+from straggle.loop.plans import Planning, Replanning
 from straggle.loop.step_warnings import StepWarnings
 from straggle.loop.uneven import Joins
 from straggle.members.elastic import ElasticChannel

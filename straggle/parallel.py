@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from straggle import world
-from straggle.backward.optimizer_hooks import begin_scalers
+from straggle.backward.loop_hooks import begin_scalers
 from straggle.backward.stages import BalancedByTime
 from straggle.backward.step_in_parts import check_steps_in_parts
 from straggle.building import build, check_mesh

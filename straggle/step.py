@@ -13,10 +13,9 @@ from torch.optim import Optimizer
 from straggle.backward.compiled import not_compiled
 from straggle.backward.hooks import DeadlineReached
 from straggle.merge.checks import check_weight
-from straggle.merge.departure import Departure
 from straggle.merge.round.coordinator import Coordinator
-from straggle.merge.rows.names import ScalarNames
-from straggle.merge.rows.telemetry import MAX_SCALARS
+from straggle.merge.rows.telemetry import MAX_SCALARS, ScalarNames
+from straggle.merge.wing import Departure
 from straggle.policies.cost import check_cost
 
 Part = TypeVar("Part")

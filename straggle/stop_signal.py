@@ -15,7 +15,7 @@ from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
-from straggle.merge.departure import Departure
+from straggle.merge.wing import Departure
 from straggle.merge.wire.store import JobStore, connect, default_store, place_of
 from straggle.report import StepReport
 from straggle.step import Step

@@ -1,7 +1,7 @@
-"""Where a loop loads data, and where it waits for other ranks in collectives of its own: calls of torch, in brackets.
+"""Hooks into the loop around a model: where it loads data, waits in collectives of its own, and steps an optimizer.
 
-torch has no hooks there. The brackets stand in its classes as long as somebody wants to know, and let the calls of
-other threads and of forked processes through.
+torch has no hooks at loads and collectives. Brackets stand in its classes as long as somebody wants to know, and let
+the calls of other threads and of forked processes through.
 """
 
 from __future__ import annotations
@@ -9,14 +9,20 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from types import FrameType
 from typing import Any, TypeAlias
 
+import torch
+from torch import Tensor
 from torch import distributed as dist
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 from torch.utils.data import dataloader as _dataloader
+from torch.utils.hooks import RemovableHandle
 
 Around: TypeAlias = Callable[[Callable[[], Any]], Any]
 _OURS = __name__.partition(".")[0]
@@ -94,3 +100,48 @@ def _bracket_of(function: Any) -> CallBracket | None:
     """Not of another program's wrapper, to which ``functools.wraps`` has copied what was known of the bracket."""
     bracket: CallBracket | None = getattr(function, "bracket", None)
     return bracket if bracket is not None and bracket.bracketed is function else None
+
+
+_FRAMES = 16  # frames between a hook and GradScaler.step: wrappers of torch, a scheduler, a framework
+
+
+def around_steps(
+    parameters: Iterable[Tensor], before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]
+) -> list[RemovableHandle]:
+    """Call ``before(optimizer)`` and ``after(optimizer)`` around steps of optimizers that begin with one of these.
+
+    This watches every optimizer of the process, including later ones; the parameters are not kept alive.
+    """
+    ids = {id(parameter) for parameter in parameters}
+
+    def of_ours(call: Callable[[Optimizer], None]) -> Callable[[Optimizer, Any, Any], None]:
+        def hook(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+            first = next((p for group in optimizer.param_groups for p in group["params"]), None)
+            if id(first) in ids:
+                call(optimizer)
+
+        return hook
+
+    return [register_optimizer_step_pre_hook(of_ours(before)), register_optimizer_step_post_hook(of_ours(after))]
+
+
+def begin_scalers(objects: Iterable[object], device: torch.device) -> None:
+    """Give each `GradScaler` of these its scale now, as its first ``scale(loss)`` would, which a rank may skip."""
+    for own in objects:
+        if isinstance(own, GradScaler):
+            own.scale(torch.zeros((), device=device))
+
+
+def stepped_by_scaler() -> bool:
+    """In a hook before an optimizer's step: whether a `GradScaler` makes it, which checks for infinite gradients.
+
+    The optimizer does not show this in general; its caller, a few frames up, does.
+    """
+    frame, step = sys._getframe(), GradScaler.step.__code__
+    for _ in range(_FRAMES):
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+        if frame.f_code is step:
+            return bool(frame.f_locals["self"].is_enabled())
+    return False

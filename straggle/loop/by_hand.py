@@ -1,19 +1,24 @@
-"""What a loop does by hand inside of the block: it puts gradients into ``p.grad``, or writes to parameters.
+"""What lies in ``p.grad`` beside merged gradients: a loop's own work, and zeros where no rank has computed any.
 
-Such gradients are merged, as those of a backward pass are. A parameter that is written to before the merge would become
-this rank's own, and is refused.
+Gradients that a loop puts there in the block are merged, as those of a backward pass are. A parameter that is written
+to before the merge would become this rank's own, and is refused.
+
+Zeros stay until an optimizer looks. It leaves a parameter without a gradient, and its state, alone, so that is what it
+is to find. But a ``GradScaler`` ends the loop of each rank if an optimizer has no gradient at all, as when what was on
+its way to a rank that died is lost. With zeros it finds nothing infinite, the norm of what is clipped is 0, and nothing
+is missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from straggle.merge.round.step_passes import Passes
-from straggle.merge.wire.fingerprint import fingerprint
+from straggle.merge.wire.contents import fingerprint
 from straggle.source.kept import KeptGradients
 from straggle.source.source import GradientSource, named_tensors
 
@@ -137,3 +142,24 @@ def check_dense(name: str, gradient: Tensor) -> None:
     """Raise ``ValueError`` for a gradient that has no place in flat buffers."""
     if gradient.layout is not _STRIDED:
         raise ValueError(f"parameter {name} has a gradient of layout {gradient.layout}: use dense gradients")
+
+
+class Unreached:
+    """The parameters that no rank has computed a gradient of in the last step; all on the training thread."""
+
+    def __init__(self) -> None:
+        self.there: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}  # what lies in ``p.grad``, and its memory
+
+    def fill(self, parameter: nn.Parameter, gradient: Tensor, memory: Tensor) -> None:
+        """Put zeros into ``p.grad`` if nothing is there: ``gradient``, which lies in ``memory``."""
+        if parameter.grad is None:
+            memory.zero_()
+            parameter.grad = gradient
+            self.there[parameter] = gradient, memory
+
+    def clear(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Take the zeros of these parameters (default: all) out of ``p.grad``, but not what the loop has put there."""
+        for parameter in [*self.there] if parameters is None else parameters:
+            gradient, memory = self.there.pop(parameter, (None, None))
+            if memory is not None and parameter.grad is gradient and not memory.any():
+                parameter.grad = None

@@ -22,9 +22,8 @@ from straggle.backward.hooks import DeadlineReached, HasGradient, release_graph,
 from straggle.backward.passes import PassWatcher, current_run
 from straggle.backward.stages import PlanLearner, StagePlan
 from straggle.backward.step_in_parts import StepInParts
-from straggle.loop.by_hand import ByHand, check_dense
+from straggle.loop.by_hand import ByHand, Unreached, check_dense
 from straggle.loop.stop_rules import ByClock, NoData
-from straggle.loop.unreached import Unreached
 from straggle.merge.checks import check_passes_to_come
 from straggle.merge.late.sides import Entry
 from straggle.merge.round.buffers import Share, StageBuffers

@@ -9,8 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from straggle.backward.loop_hooks import CallBracket, around_collectives, around_loads
-from straggle.backward.optimizer_hooks import around_steps, stepped_by_scaler
+from straggle.backward.loop_hooks import CallBracket, around_collectives, around_loads, around_steps, stepped_by_scaler
 from straggle.loop.open_step import OpenStep
 from straggle.merge.checks import STEPPED_ALREADY
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from straggle.merge.late.sides import TrainingSide
-from straggle.merge.round.stop_rule import StopRule
+from straggle.merge.round.step_passes import StopRule
 
 
 class ByClock(StopRule):

@@ -12,8 +12,8 @@ from typing import Any, final
 
 from straggle.members import agents
 from straggle.members.membership import Membership
-from straggle.merge.departure import Departure
 from straggle.merge.rows.table import Table
+from straggle.merge.wing import Departure
 
 
 @final

@@ -24,15 +24,34 @@ none for a wing that does nothing in it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+
+class Departure(ABC):
+    """How this rank's process ends while its peers go on, or with all of them if they cannot."""
+
+    @abstractmethod
+    def ask(self) -> None:
+        """Note that this rank is to end soon; from any thread, also from a signal handler."""
+
+    @property
+    @abstractmethod
+    def peers_go_on(self) -> bool:
+        """Whether this rank has left, and its peers train on."""
+
+    @abstractmethod
+    def ends_after(self, step: int) -> bool:
+        """Whether this rank's loop ends after this step, alone or with all others."""
+
+
 if TYPE_CHECKING:
-    from straggle.merge.departure import Departure
     from straggle.merge.late.sides import Entry
     from straggle.merge.round.completion import Completion
     from straggle.merge.round.round import Round
     from straggle.merge.rows.telemetry import Row
+    from straggle.merge.wing import Departure
 
 
 class Wing:

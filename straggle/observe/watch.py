@@ -20,8 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from straggle.backward.clocks import moment
 from straggle.backward.hooks import ModuleHook
-from straggle.backward.loop_hooks import around_collectives, around_loads
-from straggle.backward.optimizer_hooks import around_steps
+from straggle.backward.loop_hooks import around_collectives, around_loads, around_steps
 from straggle.backward.stages import StagePlan, plan_stages, trainable
 from straggle.observe.watch_file import ALL, FOLDER, WatchFile
 from straggle.observe.watched_job import Job, job_of, units_of

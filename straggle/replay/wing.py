@@ -10,7 +10,7 @@ from straggle.loop.open_step import OpenStep
 from straggle.merge.late.sides import Entry
 from straggle.merge.round.rank_parts import RankParts
 from straggle.merge.round.round import Round
-from straggle.merge.round.stop_rule import StopRule
+from straggle.merge.round.step_passes import StopRule
 from straggle.merge.wing import Wing
 from straggle.merge.wire.channel import Channel
 from straggle.replay.decision import Decision, Recording, check_members

@@ -20,7 +20,7 @@ from training import Stopper, features, mlp
 
 import straggle
 from straggle import Estimate, Estimator, StagedDataParallel
-from straggle.merge.rows.names import name_hash
+from straggle.merge.rows.telemetry import name_hash
 
 SAMPLES = TensorDataset(features(0, 0, rows=24))
 

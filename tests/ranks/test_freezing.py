@@ -104,7 +104,7 @@ def make(script):
 def train(rank, script, options, late=()):
     """Parameters and buffers after some steps; ``late`` has the steps and ranks that end before they compute."""
     module, optimizer = make(script)
-    with staged(module, **options) as model, logged("straggle.loop.replanning") as messages:
+    with staged(module, **options) as model, logged("straggle.loop.plans") as messages:
         for number in range(NUM_STEPS):
             if number in SCRIPTS[script]:
                 SCRIPTS[script][number](module, rank)

@@ -6,7 +6,7 @@ import pytest
 from ranks import run_ranks, staged
 from training import Chain
 
-from straggle.merge.rows.names import ScalarNames, name_hash
+from straggle.merge.rows.telemetry import ScalarNames, name_hash
 
 pytestmark = pytest.mark.light
 

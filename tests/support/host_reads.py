@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from straggle.merge.round.numbers import PlainNumbers
+from straggle.merge.round.memory import PlainNumbers
 
 _UNIQUE = {"_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"}
 _DATA_DEPENDENT = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "bincount", *_UNIQUE}
@@ -143,7 +143,7 @@ class HostReads(TorchDispatchMode):
 def _makes_memory(frame: Any) -> bool:
     """Whether the line of a call reads there: an address by itself is no read, and `PlainNumbers` reads later."""
     called = traceback.extract_stack(frame, 1)[0]
-    return "from_address" in (called.line or "") and not called.filename.endswith("merge/round/numbers.py")
+    return "from_address" in (called.line or "") and not called.filename.endswith("merge/round/memory.py")
 
 
 def _storage(tensor: Tensor) -> StorageWeakRef:

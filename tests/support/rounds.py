@@ -9,9 +9,9 @@ from training import mlp
 from straggle.backward.stages import plan_stages
 from straggle.merge.round.buffers import StageBuffers
 from straggle.merge.round.round import Layout, Round, RoundTerms
-from straggle.merge.rows.names import ScalarNames
 from straggle.merge.rows.step_record import StepRecord
 from straggle.merge.rows.table import Table
+from straggle.merge.rows.telemetry import ScalarNames
 from straggle.policies.rank_links import Way
 from straggle.source.replicated import slots_of
 

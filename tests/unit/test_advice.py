@@ -25,7 +25,7 @@ from straggle.lab import faults
 from straggle.lab.simulate import communication, delays, pulled, units
 from straggle.lab.workloads import digits, paced, synthetic, text, workload
 from straggle.members import state_wire
-from straggle.merge.wire.tensor_bytes import bytes_of
+from straggle.merge.wire.contents import bytes_of
 from straggle.observe import metrics_endpoint, run
 from straggle.policies.cost import check_cost
 from straggle.policies.deadline import as_deadline

@@ -8,8 +8,8 @@ from host_reads import HostReads
 from queued_device import RecordingDevice, queued_device
 
 from straggle.backward import device as of_straggle
-from straggle.merge.round.numbers import PlainNumbers
-from straggle.merge.wire.fingerprint import digest, fingerprint
+from straggle.merge.round.memory import PlainNumbers
+from straggle.merge.wire.contents import digest, fingerprint
 
 DEVICE = torch.device("cpu")  # what a tensor of the fake device has
 READS = {

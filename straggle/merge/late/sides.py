@@ -14,10 +14,9 @@ from typing import NamedTuple
 from straggle import world
 from straggle.backward.clocks import Stopwatch
 from straggle.merge.round.round import Round
-from straggle.merge.round.step_passes import EqualPasses, Passes
-from straggle.merge.round.stop_rule import StopRule
+from straggle.merge.round.step_passes import EqualPasses, Passes, StopRule
 from straggle.merge.rows.telemetry import NO_FINGERPRINT
-from straggle.merge.wire.fingerprint import Fingerprint
+from straggle.merge.wire.contents import Fingerprint
 from straggle.merge.wire.loop_collectives import LoopCollectives
 from straggle.merge.wire.patience import PlaceFor
 from straggle.policies.rank_links import Way

@@ -17,10 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from straggle.backward.stages import STAGE_BYTES, StagePlan, mean_over
-from straggle.merge.round.lent import Lent
-from straggle.merge.round.messages import ALIGN, NumbersWithData
-from straggle.merge.round.numbers import PlainNumbers
-from straggle.merge.rows.counts import Counts
+from straggle.merge.round.memory import ALIGN, Lent, NumbersWithData, PlainNumbers
+from straggle.merge.rows.device_numbers import Counts
 from straggle.merge.rows.telemetry import COLUMN, NONFINITE, row_length
 from straggle.merge.wire.groups import Group, ProcessGroups
 from straggle.source.source import Slot

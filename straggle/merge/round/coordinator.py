@@ -23,9 +23,9 @@ from straggle.merge.round.rank_parts import RankParts
 from straggle.merge.round.round import Finished, Round
 from straggle.merge.round.step_passes import AnyPasses, Passes
 from straggle.merge.round.submission import Submission
-from straggle.merge.rows.counts import Counts
-from straggle.merge.rows.names import ScalarNames
+from straggle.merge.rows.device_numbers import Counts
 from straggle.merge.rows.table import Table
+from straggle.merge.rows.telemetry import ScalarNames
 from straggle.merge.state.exchange import NOTHING_GIVEN, Given
 from straggle.merge.wing import Wings
 from straggle.merge.wire.channel import PeerFailed

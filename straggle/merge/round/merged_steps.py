@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from straggle.merge.phases import when_merged
-from straggle.merge.round.completion import Completion
-from straggle.merge.round.other_state import OtherState
+from straggle.merge.round.completion import Completion, OtherState
 from straggle.merge.round.rank_parts import RankParts
 from straggle.merge.round.round import Round
 from straggle.merge.round.step_result import StepResult
-from straggle.merge.rows.names import ScalarNames
+from straggle.merge.rows.telemetry import ScalarNames
 from straggle.merge.wing import Wings
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from straggle.backward.stages import StagePlan
 from straggle.merge.round.buffers import Flat, Share, StageBuffers
-from straggle.merge.round.numbers import PlainNumbers
-from straggle.merge.rows.counts import Counts
+from straggle.merge.round.memory import PlainNumbers
+from straggle.merge.rows.device_numbers import Counts
 from straggle.merge.wire.groups import Group
 from straggle.source.source import Slot
 

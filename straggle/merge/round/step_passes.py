@@ -1,4 +1,4 @@
-"""The backward passes of one rank's step: how many they are, and what each counts in the merge.
+"""The backward passes of one rank's step: how many they are, what each counts in the merge, and what ends their part.
 
 ``num_microbatches`` equal ones by default (`EqualPasses`). A wing may have passes of another kind, such as some that
 become more while the step runs. Objects of these classes do not change: other passes are another object, and the
@@ -111,3 +111,21 @@ class EqualPasses(Passes):
     def share(self, num_in: int, num_expected: int) -> float:
         """Those that are in, of those in which the parameter has a gradient."""
         return min(1.0, num_in / num_expected)
+
+
+class StopRule:
+    """Asked by the open step; the two answers depend on nothing else of it.
+
+    ``by_clock``: lateness is that of the step itself. ``abstains``: what is finished is submitted, and nothing is
+    estimated. ``stops_idle``: a rank without data goes on until the rule stops it.
+    """
+
+    by_clock, abstains, stops_idle = True, False, False
+
+    def accepts(self, num_gradients: int) -> bool:  # noqa: ARG002
+        """Whether a gradient may still go into the merge, as ``num_gradients`` did before it."""
+        return True
+
+    def stops(self, num_checks: int) -> bool:
+        """Whether to leave the step now; it was asked ``num_checks`` times before."""
+        raise NotImplementedError

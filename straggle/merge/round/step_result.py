@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 
-from straggle.merge.round.other_state import OtherState
+from straggle.merge.round.completion import OtherState
 from straggle.merge.round.rank_parts import RankParts
 from straggle.merge.round.round import Round
-from straggle.merge.rows.names import ScalarNames
 from straggle.merge.rows.step_record import StepRecord
 from straggle.merge.rows.table import Table
-from straggle.merge.rows.telemetry import absent_row
+from straggle.merge.rows.telemetry import ScalarNames, absent_row
 from straggle.merge.wing import Wings
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from types import MappingProxyType
@@ -18,8 +18,25 @@ import torch
 from torch import Tensor
 
 from straggle.backward.device import Device
-from straggle.merge.rows.counts import Counts
 from straggle.merge.rows.telemetry import MAX_SCALARS
+
+
+@dataclass(frozen=True)
+class Counts:
+    """``numbers`` on the device: for each bucket whether this rank left it out, and how many ranks had nothing usable.
+
+    ``sizes``: the gradients of each bucket.
+    """
+
+    numbers: Tensor
+    sizes: Sequence[int]
+    num_ranks: int
+
+    def read(self, numbers: Sequence[float]) -> tuple[int, bool]:
+        """From the copied ``numbers``: how many gradients this rank left out, and whether the step changed nothing."""
+        left_out = sum(size for size, found in zip(self.sizes, numbers, strict=False) if found)
+        return left_out, numbers[-1] >= self.num_ranks
+
 
 _log = logging.getLogger(__name__)
 

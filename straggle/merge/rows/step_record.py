@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from straggle.backward.stages import StagePlan, mean_over
-from straggle.merge.rows.names import ScalarNames
 from straggle.merge.rows.table import Table
-from straggle.merge.rows.telemetry import COLUMN, NONFINITE, TIMES
+from straggle.merge.rows.telemetry import COLUMN, NONFINITE, TIMES, ScalarNames
 from straggle.policies.cost import UsualCost
 from straggle.policies.rank_links import RankLink
 from straggle.policies.step_model import StopRules, by_stage, computed_share, simulate_step

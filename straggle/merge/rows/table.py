@@ -19,13 +19,16 @@ from straggle.merge.rows.telemetry import (
     FIELDS,
     MICROBATCH_SLOTS,
     NONFINITE,
+    UNCHANGED,
+    UNFINISHED,
+    UNSETTLED,
     WAYS,
     means_of,
     microbatch_slot,
+    must_exchange,
     row_length,
     stage_columns,
 )
-from straggle.merge.state.marks import UNCHANGED, UNFINISHED, UNSETTLED, must_exchange
 from straggle.policies.deadline import Granularity
 from straggle.policies.history import ProgressRow, StepProgress
 from straggle.policies.merge_time import Link

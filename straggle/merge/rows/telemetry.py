@@ -6,6 +6,8 @@ name, value) pairs, so that ranks need not agree on names or their order.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,12 +19,64 @@ from typing import NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from straggle.merge.rows.names import name_hash
-from straggle.merge.state.marks import UNCHANGED, UNFINISHED
+from straggle.merge.wire.channel import Channel
 from straggle.policies.rank_links import Way
 from straggle.report import PHASES, Phase, RankNumbers
 from straggle.schema import numbers_of
 from straggle.source.kept import NONE, UNDECIDED
+
+UNCHANGED = 0  # a forward pass was complete and changed nothing
+UNFINISHED = -1  # no forward pass was complete, and its changes can be restored
+UNSETTLED = -2  # the changes cannot be restored: a peer must send the old tensors
+
+
+def must_exchange(marks: Sequence[int]) -> bool:
+    """Whether state differs between ranks with these marks, and some of them cannot restore it alone."""
+    return any(mark not in (UNCHANGED, UNFINISHED) for mark in marks) and len(set(marks)) > 1
+
+
+class ScalarNames:
+    """The names that one rank knows: those that it has logged, and those that it has looked up.
+
+    ``channel``: where the ranks publish names for one another.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._logged: set[str] = set()
+        self._known: dict[float, str] = {}
+
+    def log(self, names: Iterable[str]) -> None:
+        """Publish new names. Raises ``ValueError`` for a name with the same hash as another."""
+        for name in names:
+            if name not in self._logged:
+                self._publish(name)
+
+    def of(self, hashes: Iterable[float]) -> dict[float, str]:
+        """The names of these hashes; an unknown one is left out if the job's store is gone."""
+        with contextlib.suppress(RuntimeError):
+            for key in hashes:
+                if key not in self._known and (name := self._channel.published_name(int(key))) is not None:
+                    self._known[key] = name
+        return dict(self._known)
+
+    def _publish(self, name: str) -> None:
+        key, first = name_hash(name), name
+        with contextlib.suppress(RuntimeError):  # the store is gone: the merge will report it
+            first = self._channel.publish_name(int(key), name)
+        first = self._known.get(key, first)
+        if first != name:
+            raise ValueError(
+                f"scalars {first!r} and {name!r} have the same hash by chance: give one of them another name"
+            )
+        self._known[key] = name
+        self._logged.add(name)
+
+
+def name_hash(name: str) -> float:
+    """A number for a scalar's name, exact in float32 and never 0, which marks an empty slot."""
+    return float(int.from_bytes(hashlib.sha256(name.encode()).digest()[:3], "big") | 1)
+
 
 MAX_SCALARS = 8
 MICROBATCH_SLOTS = 16  # for the times at which micro-batches end; of more of them, several share one

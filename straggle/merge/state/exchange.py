@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from straggle.merge.rows.telemetry import UNFINISHED
 from straggle.merge.state.held import Held
-from straggle.merge.state.marks import UNFINISHED
+from straggle.merge.wire.contents import bytes_of
 from straggle.merge.wire.groups import Group
-from straggle.merge.wire.tensor_bytes import bytes_of
 
 _FLOATS = {str(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}

@@ -15,13 +15,13 @@ from torch.utils.hooks import RemovableHandle
 from straggle.backward.device import device_of
 from straggle.backward.hooks import ModuleHook
 from straggle.merge.options import Buffers
+from straggle.merge.rows.telemetry import UNCHANGED, UNFINISHED, UNSETTLED
 from straggle.merge.state.averages import Averages
 from straggle.merge.state.exchange import NOTHING_GIVEN, Given
 from straggle.merge.state.held import BufferTables, Held, held_by
-from straggle.merge.state.marks import UNCHANGED, UNFINISHED, UNSETTLED
 from straggle.merge.state.others import Others
 from straggle.merge.state.queued_averages import QueuedAverages
-from straggle.merge.wire.fingerprint import Fingerprint, digests, fingerprint, number_of
+from straggle.merge.wire.contents import Fingerprint, digests, fingerprint, number_of
 
 _log = logging.getLogger(__name__)
 _UNCHANGED = Given(mark=UNCHANGED)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from straggle.merge.state.held import Held
-from straggle.merge.wire.fingerprint import differ, read_together, words_of
+from straggle.merge.wire.contents import differ, read_together, words_of
 
 
 class _Stamps:

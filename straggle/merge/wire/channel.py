@@ -24,6 +24,7 @@ from torch.nn.functional import pad
 
 from straggle import world
 from straggle.merge.wire.arrivals import why_not_all
+from straggle.merge.wire.contents import bytes_of, set_bytes
 from straggle.merge.wire.groups import (
     OWN_GROUP,
     GlooCollectives,
@@ -55,7 +56,6 @@ from straggle.merge.wire.last_words import (
 from straggle.merge.wire.long_wait import LongWait
 from straggle.merge.wire.patience import Awaited, Heard, Patience, PlaceFor, Sign
 from straggle.merge.wire.store import JobStore, StoreUnreachable, check_answers, connect, default_store, peek, place_of
-from straggle.merge.wire.tensor_bytes import bytes_of, set_bytes
 from straggle.policies.merge_time import MESSAGES_AT_A_TIME
 
 _SLICE_S = 0.5

@@ -12,9 +12,9 @@ from torch import nn
 from straggle import Merge
 from straggle.backward.stages import plan_stages
 from straggle.loop.drops import FIRST, DropLog, Drops, Names, words_of
-from straggle.merge.rows.names import ScalarNames
 from straggle.merge.rows.step_record import StepRecord
 from straggle.merge.rows.table import Table
+from straggle.merge.rows.telemetry import ScalarNames
 from straggle.report import CAUSES
 from straggle.source.kept import NONE
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from queued_device import RecordingDevice
 
-from straggle.merge.rows.counts import Counts
-from straggle.merge.rows.device_numbers import NOTHING_ARRIVED, Arrived, DeviceNumbers
+from straggle.merge.rows.device_numbers import NOTHING_ARRIVED, Arrived, Counts, DeviceNumbers
 
 
 def counts(*left_out, unusable=0, sizes=(3, 4), num_ranks=2):

@@ -2,8 +2,8 @@
 
 import pytest
 
+from straggle.merge.rows.telemetry import UNCHANGED, UNFINISHED, UNSETTLED, must_exchange
 from straggle.merge.state.exchange import Manifest, Transfer, different_tensors, transfers
-from straggle.merge.state.marks import UNCHANGED, UNFINISHED, UNSETTLED, must_exchange
 
 FLOAT, FLAG, SHORT = ((2,), "torch.float32"), ((2,), "torch.bool"), ((3,), "torch.float32")
 

@@ -5,7 +5,7 @@ from array import array
 import pytest
 import torch
 
-from straggle.merge.round.numbers import PlainNumbers
+from straggle.merge.round.memory import PlainNumbers
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

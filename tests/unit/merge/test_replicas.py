@@ -6,8 +6,8 @@ from telemetry_rows import row_of
 from torch import nn
 
 from straggle.merge.rows.table import Table
-from straggle.merge.wire.fingerprint import digest
-from straggle.merge.wire.fingerprint import fingerprint as fingerprint_of
+from straggle.merge.wire.contents import digest
+from straggle.merge.wire.contents import fingerprint as fingerprint_of
 
 
 def fingerprint(tensors):

@@ -8,10 +8,9 @@ from telemetry_rows import row_of
 from training import mlp
 
 from straggle.backward.stages import plan_stages
-from straggle.merge.rows.names import ScalarNames
 from straggle.merge.rows.step_record import StepRecord
 from straggle.merge.rows.table import Table
-from straggle.merge.rows.telemetry import NONFINITE
+from straggle.merge.rows.telemetry import NONFINITE, ScalarNames
 from straggle.observe.run import step_report
 from straggle.pools.pulling import share_out
 from straggle.report import RankNumbers

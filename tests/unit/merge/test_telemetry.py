@@ -13,8 +13,7 @@ from straggle.backward.clocks import Stopwatch
 from straggle.links.job_pings import merged_step
 from straggle.merge.late.sides import TrainingSide
 from straggle.merge.rows.table import Table
-from straggle.merge.rows.telemetry import MAX_WAYS, absent_row
-from straggle.merge.state.marks import UNCHANGED
+from straggle.merge.rows.telemetry import MAX_WAYS, UNCHANGED, absent_row
 from straggle.policies.merge_time import Link
 from straggle.policies.rank_links import Way
 from straggle.source.kept import NONE

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from straggle.merge.wire.tensor_bytes import bytes_of, set_bytes
+from straggle.merge.wire.contents import bytes_of, set_bytes
 
 DTYPES = [torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int16, torch.int64, torch.float16]
 DTYPES += [torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128]
