@@ -2,6 +2,7 @@
 
 import math
 import random
+from functools import cache
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ class Scales(nn.Module):
         return h
 
 
+@cache
 def at_random(*key):
     """From 0 to 1, the same in a replay."""
     return random.Random(repr(key)).random()

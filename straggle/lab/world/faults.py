@@ -46,6 +46,7 @@ class Kill:
 
         def start() -> None:
             job.num_to_start -= 1
+            job.scheduler.may_be_over = True
             if not job.lives(self.rank):
                 job.start(self.rank)
 

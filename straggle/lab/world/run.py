@@ -76,6 +76,7 @@ class Job:
     def kill(self, number: int) -> None:
         """End the process of this rank at once."""
         self.scheduler.dead.add(self.training[number].process)
+        self.scheduler.may_be_over = True
         self.network.lose(number)
 
     def kill_self(self, _status: int) -> None:
@@ -161,13 +162,15 @@ def run_world(
         "end_process": job.kill_self,
         "finalize": job.finalize,
     }
-    ended_at = list[float]()
+    seen_over = list[float]()
+
+    def threads_are_left() -> None:
+        scheduler.broken(f"threads are left {end_s:g} s after all loops were over")
 
     def all_over() -> bool:
-        if job.loops_are_over:
-            ended_at.append(scheduler.now)
-            if scheduler.now > ended_at[0] + end_s:
-                scheduler.broken(f"threads are left {end_s:g} s after all loops were over")
+        if job.loops_are_over and not seen_over:
+            seen_over.append(scheduler.now)
+            scheduler.after(end_s, threads_are_left)
         return job.is_over
 
     collects = gc.isenabled()
@@ -187,7 +190,7 @@ def run_world(
         if collects:
             gc.enable()
     found = tuple(job.results.get(number) for number in range(ranks))
-    return Run(found, job.notes, scheduler.digest.hexdigest(), scheduler.now, scheduler.num_switches)
+    return Run(found, job.notes, f"{scheduler.digest & (1 << 64) - 1:016x}", scheduler.now, scheduler.num_switches)
 
 
 def parameters_of(module: nn.Module) -> str:

@@ -7,8 +7,8 @@ the same one again.
 
 from __future__ import annotations
 
-import hashlib
 import heapq
+import math
 import random
 import sys
 import threading
@@ -38,8 +38,10 @@ class Thread(threading.Thread):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.daemon = True
-        self.turn = threading.Semaphore(0)
+        self.turn = threading.Lock()  # free while it may run
+        self.turn.acquire()
         self.rank = -1  # set when it is started
+        self.number = -1  # of all threads of the world
         self.process = -1  # the number of its process, of which a rank has several one after another
         self.waits_for: object = None  # what wakes it
         self.holds: list[object] = []  # locks
@@ -96,12 +98,15 @@ class Scheduler:
         self.threads: list[Thread] = []
         self.paused: Counter[object] = Counter()  # ranks and threads that are not chosen, and for how many reasons
         self.dead: set[int] = set()  # processes
-        self.digest = hashlib.sha256()  # of who was chosen, and when
+        self.digest = 0  # of who was chosen, and when: equal in all processes, as hashes of numbers are
+        self.may_be_over = True  # something has happened after which nothing may be left: see `run`
         self._longest_s = longest_s
         self._ready: list[Thread] = []
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._num_timers = 0
         self._current: Thread | None = None
+        self._num_paused = 0  # of the reasons
+        self._dead_seen = 0  # processes whose threads are no longer ready
         self._caller = threading.Semaphore(0)  # the thread that has called `run`
         self._broken: Broken | None = None
         self._is_ending = False
@@ -120,16 +125,22 @@ class Scheduler:
 
     def begin(self, thread: Thread, rank: int, process: int) -> None:
         """It may be chosen from now on, and is of this process."""
-        thread.rank, thread.process = rank, process
+        thread.rank, thread.process, thread.number = rank, process, len(self.threads)
         self.threads.append(thread)
         self._ready.append(thread)
 
     def check(self) -> Thread:
         """The thread that calls; raises `Ended` if it has ended."""
+        me = self._current
+        if me is None or me.ident != threading.get_ident():  # it unwinds, or is none of the world
+            me = self._stranger()
+        if self._is_ending or me.process in self.dead:
+            raise Ended
+        return me
+
+    def _stranger(self) -> Thread:
         me = threading.current_thread()
         assert isinstance(me, Thread), "a thread that the world has not made calls it"
-        if self.has_ended(me):
-            raise Ended
         return me
 
     def has_ended(self, thread: Thread) -> bool:
@@ -143,7 +154,7 @@ class Scheduler:
 
     def switch(self) -> None:
         """Another thread may run here."""
-        if self._is_left():
+        if self._is_ending and self._is_left():
             return
         me = self.check()
         self._ready.append(me)
@@ -151,7 +162,7 @@ class Scheduler:
 
     def wait(self, waiters: list[Thread], timeout: float | None = None) -> bool:
         """Wait among these until woken; false if the time is over first."""
-        if self._is_left():
+        if self._is_ending and self._is_left():
             return True
         me = self.check()
         waiters.append(me)
@@ -176,8 +187,8 @@ class Scheduler:
 
     def pause(self, who: object, seconds: float) -> None:
         """Choose this rank, or this thread, for so long not."""
-        self.paused[who] += 1
-        self.after(seconds, lambda: self.paused.subtract([who]))
+        self._pause(who, 1)
+        self.after(seconds, lambda: self._pause(who, -1))
 
     def at(self, when: float, call: Callable[[], None]) -> None:
         """Call it then, between two threads' turns."""
@@ -202,13 +213,14 @@ class Scheduler:
         if self._is_ending:
             self._caller.release()
             return
+        self.may_be_over = True
         self.wake(thread.joiners)
         self._next()
 
     # -- the caller
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Run the threads until that holds. Raises `Broken`."""
+        """Run the threads until that holds, which is asked when it `may_be_over`. Raises `Broken`."""
         self._until = until
         self._next()
         seen = -1
@@ -224,7 +236,8 @@ class Scheduler:
         self._is_ending = True
         for thread in self.threads:
             if not thread.is_over:
-                thread.turn.release()
+                if thread.turn.locked():
+                    thread.turn.release()
                 if not self._caller.acquire(timeout=OUTSIDE_S / 10):  # it is outside of the world, and stays there
                     thread.is_over = True
 
@@ -237,51 +250,75 @@ class Scheduler:
         """Whether a finalizer calls, of what a process that was killed has left behind, after the end of the world."""
         return self._is_ending and not isinstance(threading.current_thread(), Thread)
 
+    def _pause(self, who: object, number: int) -> None:
+        self.paused[who] += number
+        self._num_paused += number
+
     def _wake(self, thread: Thread, token: object) -> None:
         if token is not None and thread.waits_for is token:
             thread.waits_for = None
-            self._ready.append(thread)
+            if thread.process not in self.dead:
+                self._ready.append(thread)
 
     def _hand_over(self, me: Thread) -> None:
-        self._next()
+        if self._next(me):
+            return
         me.turn.acquire()
         if self.has_ended(me):
             raise Ended
 
-    def _next(self) -> None:
-        chosen = None if self._broken is not None else self._choose()
+    def _next(self, me: Thread | None = None) -> bool:
+        """Choose a thread and let it run; true if it is ``me``, which calls this and goes on."""
+        chosen = self._current = None if self._broken is not None else self._choose()
         if chosen is None:
-            self._current = None
             self._caller.release()
-            return
-        self._current = chosen
-        chosen.turn.release()
+        elif chosen is not me:
+            chosen.turn.release()
+        return chosen is not None and chosen is me
 
     def _choose(self) -> Thread | None:
         """The thread whose turn it is; ``None`` if the world is over."""
         self.num_switches += 1
-        self.now += self.random.expovariate(1 / SWITCH_S)
-        while True:
-            while self._timers and self._timers[0][0] <= self.now:
-                heapq.heappop(self._timers)[2]()
-            if self._until() or self._broken is not None:
-                return None
-            if self.now > self._longest_s:
-                self.broken(f"not over after {self._longest_s} s")
-                return None
+        self.now -= math.log(1.0 - self.random.random()) * SWITCH_S  # as expovariate does
+        while not self._is_done():
             if ready := self._may_run():
-                chosen = ready[self.random.randrange(len(ready))]
-                self._ready.remove(chosen)
-                self.digest.update(f"{self.now!r} {chosen.process} {chosen.name}".encode())
+                chosen = ready.pop(self._below(len(ready))) if ready is self._ready else self._picked(ready)
+                self.digest = hash((self.digest, self.now, chosen.number))
                 return chosen
             if not self._timers:
                 self.broken("no thread can go on, and no timer is left")
                 return None
             self.now = max(self.now, self._timers[0][0])
+        return None
 
-    def _may_run(self) -> Sequence[Thread]:
-        if self.dead:
+    def _is_done(self) -> bool:
+        """Let timers come that are due; whether the world is over, or broken."""
+        while self._timers and self._timers[0][0] <= self.now:
+            heapq.heappop(self._timers)[2]()
+        if self.may_be_over:
+            self.may_be_over = False
+            if self._until():
+                return True
+        if self.now > self._longest_s:
+            self.broken(f"not over after {self._longest_s} s")
+        return self._broken is not None
+
+    def _picked(self, ready: Sequence[Thread]) -> Thread:
+        chosen = ready[self._below(len(ready))]
+        self._ready.remove(chosen)
+        return chosen
+
+    def _below(self, number: int) -> int:
+        """As ``randrange(number)``, which checks what it is given at length."""
+        bits = number.bit_length()
+        while (drawn := self.random.getrandbits(bits)) >= number:
+            pass
+        return drawn
+
+    def _may_run(self) -> list[Thread]:
+        if len(self.dead) != self._dead_seen:
+            self._dead_seen = len(self.dead)
             self._ready = [thread for thread in self._ready if thread.process not in self.dead]
-        if not any(self.paused.values()):
+        if not self._num_paused:
             return self._ready
         return [own for own in self._ready if not (self.paused[own.rank] or self.paused[own])]
