@@ -94,8 +94,11 @@ def worker_environment(job: LaunchedJob, local_rank: int, inherited: Mapping[str
     return {**{name: str(value) for name, value in unless_given.items()}, **inherited, **named, "STRAGGLE_ELASTIC": "1"}
 
 
-def launch(given: argparse.Namespace) -> int:
-    """Serve or find the store, and run the workers; returns the exit status."""
+def launch(given: argparse.Namespace, start: Starter = new_process) -> int:
+    """Serve or find the store, and run the workers; returns the exit status.
+
+    ``start``: how a worker's process is started if no module is to be loaded before.
+    """
     events: Events = SimpleQueue()
     with signals_into(events):
         endpoint = near = given.rdzv_endpoint or StoreAddress(LOOPBACK, 0)
@@ -113,29 +116,31 @@ def launch(given: argparse.Namespace) -> int:
             watched=(f"{agents.PREFIX}/started/0",),
         )
         try:
-            return _run(given, endpoint, store, events, serves=hosts)
+            return _run(given, endpoint, store, events, start, serves=hosts)
         finally:
             store.close()
 
 
-def main() -> int:
+def main(start: Starter = new_process) -> int:
     """The command; returns its exit status."""
     words = sys.argv[1:]
     try:
-        return _store_only(words) if words[:1] == ["--store-only"] else launch(arguments(words))
+        return _store_only(words) if words[:1] == ["--store-only"] else launch(arguments(words), start)
     except OSError as error:
         say(str(error))
         return 2
 
 
-def _run(given: argparse.Namespace, endpoint: StoreAddress, store: JobStore, events: Events, *, serves: bool) -> int:
+def _run(
+    given: argparse.Namespace, endpoint: StoreAddress, store: JobStore, events: Events, start: Starter, *, serves: bool
+) -> int:
     run_id = given.rdzv_id or (str(uuid.uuid4()) if given.nnodes == 1 else "none")  # as torchrun does
     job = LaunchedJob(
         given.nproc_per_node, given.nnodes, given.node_rank, endpoint, run_id, given.max_restarts, given.replica_size
     )
     environments = [worker_environment(job, rank, os.environ) for rank in range(job.nproc_per_node)]
     with contextlib.ExitStack() as stack:
-        starter: Starter = new_process
+        starter = start
         if given.preload:
             of_all = {name: value for name, value in environments[0].items() if name not in OF_ONE_RANK}
             starter = server = stack.enter_context(contextlib.closing(ForkServer(given.preload, of_all)))

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -28,8 +27,8 @@ from launch_jobs import (
     wait_for_end,
     wait_until,
 )
-from ranks import Started, started_command
-from repository import ROOT
+from ranks import Started, started, started_command, straggle_main
+from torchrun import torchrun_main
 
 from straggle.members import agents
 from straggle.members.agents import DO_NOT_RESTART, Exited
@@ -43,17 +42,17 @@ OURS = {"MALLOC_ARENA_MAX", "STRAGGLE_ELASTIC", "TORCH_GLOO_LAZY_INIT"}
 # -- the environment
 
 
-@pytest.mark.slow
 def test_environment_of_a_worker_is_that_of_torchrun(tmp_path: Path) -> None:
     options = ["--nproc-per-node=2", "--max-restarts=3", "--rdzv-id=job7", "--rdzv-endpoint=127.0.0.1:0"]
     found = []
-    for command in (["torch.distributed.run", "--rdzv-backend=c10d"], ["straggle", "launch"]):
-        folder = tmp_path / command[0]
+    for name, main, words in (
+        ("torchrun", torchrun_main, ["--rdzv-backend=c10d", *options]),
+        ("ours", straggle_main, ["launch", *options]),
+    ):
+        folder = tmp_path / name
         folder.mkdir()
-        path = script(folder, "")
-        words = [sys.executable, "-m", *command, *options, str(path)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        subprocess.run(words, cwd=folder, env=environment, check=True, timeout=120)
+        with started(main, *words, str(script(folder, "")), folder=folder, environment={"OMP_NUM_THREADS": "1"}) as job:
+            assert job.status() == 0, job.log.read_text()
         found.append([json.loads(left(folder, "environment", rank)) for rank in range(2)])
     for torchruns, ours in zip(*found, strict=True):
         assert ours.keys() == torchruns.keys() - ONLY_TORCHRUN | OURS
@@ -159,8 +158,7 @@ def test_restarted_worker_has_a_group_though_no_peer_comes_to_it(tmp_path: Path)
         dist.all_reduce(x)
         leave("sum", str(x.item()))
     """
-    options = ("--preload=torch", "--nproc-per-node=2")  # which is loaded once
-    with launched(tmp_path, body + WAITS, *options, GLOO_SOCKET_IFNAME="lo") as job:
+    with launched(tmp_path, body + WAITS, "--nproc-per-node=2", loaded=True) as job:
         wait_for(job, tmp_path, "pid.0.0", "pid.1.0")
         os.kill(int(left(tmp_path, "pid", 1)), signal.SIGKILL)
         wait_for(job, tmp_path, "pid.1.1")
@@ -365,7 +363,7 @@ def test_folder_of_the_process_ids_may_come_from_the_environment(tmp_path: Path)
 def node(number: int, folder: Path, body: str, port: int, *options: object) -> Iterator[Started]:
     """The launcher of one of two nodes with two workers each."""
     words = ["--nnodes=2", "--nproc-per-node=2", f"--node-rank={number}", f"--rdzv-endpoint=127.0.0.1:{port}"]
-    with launched(folder, body, *words, *options) as job:
+    with launched(folder, body, *words, *options, loaded=True) as job:
         yield job
 
 
@@ -456,7 +454,7 @@ def test_refused_worker_ends_the_wait_of_its_peers_before_the_job_has_begun(tmp_
     dist.init_process_group("gloo")
     straggle.StagedDataParallel(torch.nn.Linear(2, 2), members=straggle.Elastic())
     """
-    with launched(tmp_path, body, "--nproc-per-node=2", GLOO_SOCKET_IFNAME="lo") as job:
+    with launched(tmp_path, body, "--nproc-per-node=2", loaded=True) as job:
         assert job.status() == 2  # the peer would wait for give_up_s, 300 s
     assert [starts(tmp_path, rank) for rank in range(2)] == [1, 1]
     assert "rank 0, before step 0: the job is over: rank 1's configuration is wrong" in job.log.read_text()
@@ -504,8 +502,7 @@ def test_rank_that_works_alone_until_the_others_are_done_is_told_so_and_ends_wit
         tmp_path,
         LOOP + f"AROUND = {around!r}\n" + textwrap.dedent(body),
         "--nproc-per-node=2",
-        "--preload=torch",
-        GLOO_SOCKET_IFNAME="lo",
+        loaded=True,
     ) as job:
         assert job.status() == 0, job.log.read_text()
     said = job.log.read_text()
@@ -528,9 +525,9 @@ def test_a_child_that_a_member_forks_and_that_ends_does_not_make_it_leave(tmp_pa
     train_to(60)
     model.close()
     """
-    options = ("--nproc-per-node=2", "--preload=torch")
+    options = ("--nproc-per-node=2",)
     loop = LOOP.replace("deadline=0.05, ", "")  # nobody leaves because it is slow
-    with launched(tmp_path, loop + textwrap.dedent(body), *options, GLOO_SOCKET_IFNAME="lo") as job:
+    with launched(tmp_path, loop + textwrap.dedent(body), *options, loaded=True) as job:
         assert job.status() == 0, job.log.read_text()
     assert "left" not in job.log.read_text()
     assert "joined" not in job.log.read_text()
@@ -549,8 +546,8 @@ def test_collective_of_the_loop_that_a_dead_rank_ends_says_who_that_was_and_what
             os.kill(os.getpid(), 9)
         {call}
     """
-    options = ("--nproc-per-node=3", "--preload=torch", "--max-restarts=0")
-    with launched(tmp_path, LOOP + textwrap.dedent(body), *options, GLOO_SOCKET_IFNAME="lo") as job:
+    options = ("--nproc-per-node=3", "--max-restarts=0")
+    with launched(tmp_path, LOOP + textwrap.dedent(body), *options, loaded=True) as job:
         assert job.status() != 0
     said = job.log.read_text()
     for rank in (0, 2):

@@ -44,7 +44,7 @@ HOW_IT_ENDED = {
     "killed": "rank 1 ended by SIGKILL, after ",
     "in its loop": "rank 1 ended with status 0, after ",
 }
-WAYS = ["--preload=torch,straggle", "--restart-delay-s=0.1"]
+WAYS = ["--restart-delay-s=0.1"]
 
 
 def job(how: str, members: int | None, num_bad: int = ALWAYS) -> str:
@@ -57,7 +57,7 @@ def test_rank_that_needs_one_that_is_done_or_down_ends_at_once_and_says_so(
     how: str, max_restarts: int, tmp_path: Path
 ) -> None:
     options = [*WAYS, "--nproc-per-node=2", f"--max-restarts={max_restarts}"]
-    with launched(tmp_path, job(how, None), *options, GLOO_SOCKET_IFNAME="lo") as started:
+    with launched(tmp_path, job(how, None), *options, loaded=True) as started:
         assert started.status() == 1
         log = started.log.read_text()
     reason = "it has done its work" if how in ("ends", "in its loop") else f"all its {max_restarts} restarts are used"
@@ -78,7 +78,7 @@ def test_rank_that_is_started_again_before_its_peer_has_ended_does_not_take_its_
     slowly = "import gc, time; del model; dist.destroy_process_group(); gc.collect(); time.sleep(2); sys.exit(0)"
     body = job("in its loop", None).replace("step == 4:\n        sys.exit(0)", f"step == 4:\n        {slowly}")
     options = [*WAYS, "--nproc-per-node=2", "--max-restarts=1"]
-    with launched(tmp_path, body, *options, GLOO_SOCKET_IFNAME="lo") as started:
+    with launched(tmp_path, body, *options, loaded=True) as started:
         assert started.status() == 1  # it waited for a message of the peer, for 1,800 s
         log = started.log.read_text()
     assert f"{HOW_IT_ENDED['in its loop']}" in log
@@ -91,7 +91,7 @@ def test_members_of_whom_enough_are_left_go_on_without_one_that_is_done_or_down(
     how: str, max_restarts: int, tmp_path: Path
 ) -> None:
     options = [*WAYS, "--nproc-per-node=2", f"--max-restarts={max_restarts}"]
-    with launched(tmp_path, job(how, 1), *options, GLOO_SOCKET_IFNAME="lo") as started:
+    with launched(tmp_path, job(how, 1), *options, loaded=True) as started:
         done = how in ("ends", "in its loop")
         assert started.status() == (0 if done else {"import": 1, "killed": 137}[how])
         log = started.log.read_text()
@@ -103,7 +103,7 @@ def test_members_of_whom_enough_are_left_go_on_without_one_that_is_done_or_down(
 
 def test_members_of_whom_too_few_are_left_end_at_once_and_say_so(tmp_path: Path) -> None:
     options = [*WAYS, "--nproc-per-node=2", "--max-restarts=1"]
-    with launched(tmp_path, job("killed", 2), *options, GLOO_SOCKET_IFNAME="lo") as started:
+    with launched(tmp_path, job("killed", 2), *options, loaded=True) as started:
         assert started.status() == 1
         log = started.log.read_text()
     why = "all its 1 restarts are used, and too few ranks are left without it (Elastic.min_ranks)"
@@ -115,7 +115,7 @@ def test_members_of_whom_too_few_are_left_end_at_once_and_say_so(tmp_path: Path)
 def test_ranks_that_only_meet_all_together_start_again_together(tmp_path: Path) -> None:
     """Rank 1 comes at its third start; rank 0, which has waited for the first, meets it there."""
     options = [*WAYS, "--nproc-per-node=2", "--max-restarts=3"]
-    with launched(tmp_path, job("import", None, 2), *options, GLOO_SOCKET_IFNAME="lo") as started:
+    with launched(tmp_path, job("import", None, 2), *options, loaded=True) as started:
         assert started.status() == 0
     assert left(tmp_path, "done", 0, 2) == left(tmp_path, "done", 1, 2) == "8"
 
@@ -126,10 +126,9 @@ def test_launcher_of_another_node_says_in_the_store_that_its_worker_is_down(
 ) -> None:
     address = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
     options = [*WAYS, "--nnodes=2", "--max-restarts=0", address]
-    around = {"GLOO_SOCKET_IFNAME": "lo"}
     with (
-        launched(tmp_path, job("import", members), *options, "--node-rank=0", **around) as first,
-        launched(tmp_path, job("import", members), *options, "--node-rank=1", **around) as second,
+        launched(tmp_path, job("import", members), *options, "--node-rank=0", loaded=True) as first,
+        launched(tmp_path, job("import", members), *options, "--node-rank=1", loaded=True) as second,
     ):
         assert [first.status(), second.status()] == [1 if members is None else 0, 1]
         if members is None:

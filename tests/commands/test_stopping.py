@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-import torch.distributed.run
 from ranks import rank_environment, run_command, run_ranks, staged, started, straggle_main
 from repository import ROOT
 from stores import serve_store
+from torchrun import torchrun_main
 from training import TINY, Signals, features, mlp, saved_step
 
 from straggle import FixedDeadline, LateHandling
@@ -113,16 +113,11 @@ def wait_for_steps(runs, trace, number):
         time.sleep(0.05)
 
 
-def torchrun(*options):
-    """torchrun itself, whose workers are processes as those of any command."""
-    torch.distributed.run.main(options)
-
-
 @contextlib.contextmanager
 def run_of_torchrun(folder, *keys):
     """A run of two ranks, and the process that is to be told to end."""
     options = ("--standalone", "--nproc-per-node=2", "-m", "straggle", "train")
-    with started(torchrun, *options, *keys, folder=folder, environment=ENVIRONMENT) as agent:
+    with started(torchrun_main, *options, *keys, folder=folder, environment=ENVIRONMENT) as agent:
         yield agent, [agent]
 
 

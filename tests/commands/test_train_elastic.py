@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks import Started, run_command, started_command
+from launch_jobs import loaded_launch
+from ranks import Started, run_command
 from training import TINY, saved_step
 
 from straggle.members.agents import DO_NOT_RESTART
@@ -20,14 +21,12 @@ from straggle.observe.run import read_reports
 from straggle.report import StepReport
 
 KEYS = ("batch_size=4", "deadline=none", "metrics=none", "report=false", "members=elastic")
-PRELOAD = ("--preload", "straggle.commands.train")
-ALONE = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 
 
 def train(folder: Path, *keys: str, world_size: int, launch: tuple[str, ...] = ()) -> tuple[int, str]:
     """The status that the launcher ends with, and what was printed."""
-    words = ("--nproc-per-node", world_size, *PRELOAD, *launch, "-m", "straggle", "train", *KEYS, *keys, "run_dir=run")
-    with started_command("launch", *words, folder=folder, environment=ALONE) as job:
+    words = ("--nproc-per-node", world_size, *launch, "-m", "straggle", "train", *KEYS, *keys, "run_dir=run")
+    with loaded_launch(*words, folder=folder) as job:
         return ended(job)
 
 
@@ -45,14 +44,14 @@ def test_rank_that_is_killed_comes_back_and_no_step_is_lost_or_written_twice(tmp
     """Rank 0, which writes, of a job whose ranks draw from a pool: what it does not draw the others do."""
     # it is killed early, and the run is long enough for a busy machine to start it again
     pace = "+faults.delay={_target_: straggle.lab.faults.RandomDelay, probability: 1, seconds: 0.15}"
-    keys = (*TINY, "work=pulled", "num_microbatches=2", "steps=60", "faults=kill", "~faults.pace")
+    keys = (*TINY, "work=pulled", "num_microbatches=2", "steps=40", "faults=kill", "~faults.pace")
     keys += (pace, "faults.kill.rank=0", "faults.kill.step=5")
     status, printed = train(tmp_path, *keys, world_size=3, launch=("--restart-delay-s", "0"))
     assert status == 0, printed
     assert "members: rank 0 left: " in printed
     assert re.search(r"absent: 0 for \d+ s \(", printed)
     reports = steps_of(tmp_path)
-    assert [report.step for report in reports] == list(range(60))
+    assert [report.step for report in reports] == list(range(40))
     absent = [report.step for report in reports if report.absent_ranks == (0,)]
     assert absent == list(range(absent[0], absent[-1] + 1))
     # a rank that does not come is not waited for, and the others do all
@@ -71,7 +70,7 @@ def test_rank_that_is_killed_comes_back_and_no_step_is_lost_or_written_twice(tmp
     assert len(set(summary["parameters_sha256"])) == 1
     # what comes before that is repeated, and nothing else
     words = ("replay=run", "run_dir=again", "metrics=none", "report=false")
-    refused = run_command("train", 3, *words, "steps=60", folder=tmp_path, status=2)
+    refused = run_command("train", 3, *words, "steps=40", folder=tmp_path, status=2)
     assert f"the members of the recorded run changed in step {absent[0]} " in refused
     run_command("train", 3, *words, f"steps={absent[0]}", folder=tmp_path)
     again = list(read_reports(tmp_path / "again" / "trace.jsonl"))
@@ -151,8 +150,8 @@ def test_run_whose_worker_dies_before_it_begins_does_not_go_on_from_an_earlier_r
     (tmp_path / "script.py").write_text(DIES_FIRST)
     keys = (*KEYS, *TINY, "faults=none", "run_dir=run")
     run_command("train", 2, *keys, "steps=3", folder=tmp_path)
-    words = ("--nproc-per-node", 2, *PRELOAD, "--restart-delay-s", 0, "script.py", *keys, "steps=6")
-    with started_command("launch", *words, folder=tmp_path, environment=ALONE) as job:
+    words = ("--nproc-per-node", 2, "--restart-delay-s", 0, "script.py", *keys, "steps=6")
+    with loaded_launch(*words, folder=tmp_path) as job:
         status, printed = ended(job)
     assert status == 0, printed
     assert "rank 1 ended with status 1" in printed
@@ -165,12 +164,12 @@ def test_run_whose_worker_dies_before_it_begins_does_not_go_on_from_an_earlier_r
 def test_rank_that_is_out_when_the_others_end_says_so_and_ends_without_an_error(tmp_path: Path) -> None:
     pace = "+faults.delay={_target_: straggle.lab.faults.RandomDelay, probability: 1, seconds: 0.05}"
     few = (*KEYS, *TINY, "faults=none", pace, "members.min_ranks=1", "steps=30", "run_dir=run")
-    launch, trace = ("--nproc-per-node", 2, "--run-dir", "run", *PRELOAD), tmp_path / "run" / "trace.jsonl"
+    launch, trace = ("--nproc-per-node", 2, "--run-dir", "run"), tmp_path / "run" / "trace.jsonl"
 
     def made() -> int:
         return trace.read_text().count("\n") if trace.exists() else 0
 
-    with started_command("launch", *launch, "-m", "straggle", "train", *few, folder=tmp_path, environment=ALONE) as job:
+    with loaded_launch(*launch, "-m", "straggle", "train", *few, folder=tmp_path) as job:
         for steps, number in ((5, signal.SIGSTOP), (30, signal.SIGCONT)):
             until = time.monotonic() + 200  # to start, however busy the machine is
             while made() < steps:
@@ -195,8 +194,8 @@ def wait_for_steps(folder: Path, number: int, job: Started) -> None:
 def test_worker_that_is_told_to_end_leaves_and_all_that_are_told_to_end_with_a_checkpoint(tmp_path: Path) -> None:
     pace = "+faults.delay={_target_: straggle.lab.faults.RandomDelay, probability: 1, seconds: 0.05}"
     few = (*KEYS, *TINY, "faults=none", pace, "members.suspect_s=30", "steps=100000", "run_dir=run")
-    launch = ("--nproc-per-node", 4, "--run-dir", "run", "--grace-s", 100, *PRELOAD, "-m", "straggle", "train", *few)
-    with started_command("launch", *launch, folder=tmp_path, environment=ALONE) as job:
+    launch = ("--nproc-per-node", 4, "--run-dir", "run", "--grace-s", 100, "-m", "straggle", "train", *few)
+    with loaded_launch(*launch, folder=tmp_path) as job:
         wait_for_steps(tmp_path, 5, job)
         told = int((tmp_path / "run" / "pids" / "rank0").read_text())  # which writes, until it leaves
         os.kill(told, signal.SIGTERM)
@@ -222,8 +221,8 @@ def test_worker_that_is_told_to_end_leaves_and_all_that_are_told_to_end_with_a_c
 @pytest.mark.slow
 def test_worker_that_cannot_be_spared_ends_the_run_with_a_checkpoint_and_the_others_say_why(tmp_path: Path) -> None:
     few = (*KEYS, *TINY, "faults=none", "members.suspect_s=30", "steps=100000", "run_dir=run")
-    launch = ("--nproc-per-node", 2, "--run-dir", "run", *PRELOAD, "-m", "straggle", "train", *few)
-    with started_command("launch", *launch, folder=tmp_path, environment=ALONE) as job:
+    launch = ("--nproc-per-node", 2, "--run-dir", "run", "-m", "straggle", "train", *few)
+    with loaded_launch(*launch, folder=tmp_path) as job:
         wait_for_steps(tmp_path, 5, job)
         os.kill(int((tmp_path / "run" / "pids" / "rank1").read_text()), signal.SIGTERM)
         status, printed = ended(job)
@@ -236,13 +235,13 @@ def test_worker_that_cannot_be_spared_ends_the_run_with_a_checkpoint_and_the_oth
 def test_replica_of_a_killed_rank_comes_back_and_the_run_goes_on_from_the_checkpoint_of_its_end(tmp_path: Path) -> None:
     """Two replicas of two workers. All are told to end then: they must do so after one step, or shards do not fit."""
     pace = "+faults.delay={_target_: straggle.lab.faults.RandomDelay, probability: 1, seconds: 0.02}"
-    keys = (*KEYS, *TINY, "parallel=sharded", "merge.check_every=5", "run_dir=run")
+    keys = (*KEYS, *TINY, "workload.depth=1", "parallel=sharded", "merge.check_every=5", "run_dir=run")
     killed = ("faults=kill", "~faults.pace", pace, "faults.kill.rank=1", "faults.kill.step=5", "checkpoint_every=3")
-    launch = ("--nproc-per-node", 4, "--replica-size", 2, "--restart-delay-s", 0, "--grace-s", 100, *PRELOAD)
+    launch = ("--nproc-per-node", 4, "--replica-size", 2, "--restart-delay-s", 0, "--grace-s", 100)
     words = (*launch, "-m", "straggle", "train", *keys)
-    with started_command("launch", *words, *killed, "steps=1000000", folder=tmp_path, environment=ALONE) as job:
+    with loaded_launch(*words, *killed, "steps=1000000", folder=tmp_path) as job:
         wait_for_changes(tmp_path, 2, job)
-        wait_for_steps(tmp_path, len(steps_of(tmp_path)) + 10, job)
+        wait_for_steps(tmp_path, len(steps_of(tmp_path)) + 3, job)
         os.kill(job.pid, signal.SIGTERM)
         status, printed = ended(job)
     assert status == 128 + signal.SIGTERM, printed
@@ -254,8 +253,8 @@ def test_replica_of_a_killed_rank_comes_back_and_the_run_goes_on_from_the_checkp
     assert [report.step for report in reports] == list(range(len(reports)))  # written by one rank at a time
     assert {report.absent_ranks for report in reports} == {(), (0,)}
     assert saved_step(tmp_path / "run") == len(reports)
-    again = ("faults=none", "resume=true", f"steps={len(reports) + 5}")
-    with started_command("launch", *words, *again, folder=tmp_path, environment=ALONE) as job:
+    again = ("faults=none", "resume=true", f"steps={len(reports) + 2}")
+    with loaded_launch(*words, *again, folder=tmp_path) as job:
         status, printed = ended(job)
     assert status == 0, printed
     assert "steps without a replica" in printed
@@ -282,11 +281,11 @@ def free_port() -> int:
 @pytest.mark.slow
 def test_store_that_dies_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     port, trace = free_port(), tmp_path / "run" / "trace.jsonl"
-    launch = ("--nproc-per-node", 2, *PRELOAD, "--external-store", "--rdzv-endpoint", f"127.0.0.1:{port}")
-    train = ("-m", "straggle", "train", *KEYS, *TINY, "late_handling.give_up_s=15", "steps=1000000", "run_dir=run")
+    launch = ("--nproc-per-node", 2, "--external-store", "--rdzv-endpoint", f"127.0.0.1:{port}")
+    train = ("-m", "straggle", "train", *KEYS, *TINY, "late_handling.give_up_s=6", "steps=1000000", "run_dir=run")
     with (
-        started_command("launch", "--store-only", "--port", port, folder=tmp_path, environment=ALONE) as store,
-        started_command("launch", *launch, *train, folder=tmp_path, environment=ALONE) as job,
+        loaded_launch("--store-only", "--port", port, folder=tmp_path) as store,
+        loaded_launch(*launch, *train, folder=tmp_path) as job,
     ):
         until = time.monotonic() + 200  # to start, however busy the machine is
         while not trace.exists() or trace.stat().st_size == 0:
@@ -296,5 +295,5 @@ def test_store_that_dies_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
         status, printed = ended(job)
     assert status != 0, printed
     assert f"the job's store at 127.0.0.1:{port} does not answer" in printed
-    assert printed.count(f"the job's store at 127.0.0.1:{port} has not answered for give_up_s=15") == 2  # on both ranks
+    assert printed.count(f"the job's store at 127.0.0.1:{port} has not answered for give_up_s=6") == 2  # on both ranks
     assert saved_step(tmp_path / "run") == len(steps_of(tmp_path)) > 0

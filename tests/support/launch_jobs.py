@@ -1,20 +1,34 @@
-"""Jobs of `straggle launch` over a script that a test writes, and what its workers leave in the job's folder."""
+"""Jobs of `straggle launch` over a script that a test writes, and what its workers leave in the job's folder.
+
+With ``loaded`` the workers are forked by the launcher's own fork server, which here is a fork itself, of a process
+that has torch and the package: nobody spends the three seconds of CPU in which a new process, or a new server of
+``--preload``, loads them.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import json
 import os
 import signal
 import socket
+import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from ranks import Started, started_command
+from ranks import Started, started, started_command
 from torch.distributed import TCPStore
+
+from straggle.commands import launch
+from straggle.commands.launching import fork_server
+from straggle.commands.launching.worker_process import fork_from
+from straggle.commands.process_end import end_process
 
 LIMIT_S = 60.0  # for what takes a tenth of a second, or never comes
 
@@ -40,9 +54,62 @@ def script(folder: Path, body: str) -> Path:
 
 
 @contextlib.contextmanager
-def launched(folder: Path, body: str, *options: object, **environment: str) -> Iterator[Started]:
+def loaded_launch(*words: object, folder: Path, environment: Mapping[str, str] | None = None) -> Iterator[Started]:
+    """`straggle launch` with these words, whose workers have torch and the package loaded as they begin."""
+    around = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **(environment or {})}
+    with started(launch_loaded, *map(str, words), folder=folder, environment=around) as job:
+        yield job
+
+
+def launch_loaded(*words: str) -> int:
+    """What the launcher's process runs then: it forks the server while it has no thread, and ends after it."""
+    control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    launcher, server = os.getpid(), os.fork()
+    if server == 0:
+        control.close()
+        _serve(theirs, launcher)
+    theirs.close()
+    sys.argv = ["straggle", *words]
+    try:
+        return launch.main(partial(fork_from, control))
+    finally:
+        control.close()
+        os.waitpid(server, 0)
+
+
+def _serve(control: socket.socket, launcher: int) -> NoReturn:
+    """Fork workers until the launcher has gone; each ends as a Python program does."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: as a server that the launcher starts
+    if os.getppid() != launcher:
+        os._exit(1)
+    status: object = 0
+    try:
+        own = fork_server.serve(control)
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        sys.path.insert(0, "")  # the program's own place takes that of the server's
+        gc.freeze()
+        fork_server.run(own)
+    except SystemExit as end:
+        status = end.code or 0
+    except BaseException:
+        sys.last_type, sys.last_value, sys.last_traceback = error = sys.exc_info()
+        sys.excepthook(*error)  # type: ignore[arg-type]
+        status = 1
+    if not isinstance(status, int):
+        sys.stderr.write(f"{status}\n")
+        status = 1
+    end_process(status)
+
+
+@contextlib.contextmanager
+def launched(folder: Path, body: str, *options: object, loaded: bool = False, **environment: str) -> Iterator[Started]:
     """`straggle launch` with these options, over workers that run ``body``."""
-    with started_command("launch", *options, script(folder, body), folder=folder, environment=environment) as job:
+    words = (*options, script(folder, body))
+    with (
+        loaded_launch(*words, folder=folder, environment=environment)
+        if loaded
+        else started_command("launch", *words, folder=folder, environment=environment)
+    ) as job:
         yield job
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from ranks import Started, started
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, get_args_parser
+from torch.distributed.run import main as torchrun
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
@@ -32,6 +33,11 @@ class Torchrun(Started):
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
         left = {int(path.name): path.read_text() for path in self.pids.iterdir()}
         return {rank: int(pid) for rank, pid in left.items() if pid in children}
+
+
+def torchrun_main(*options: str) -> None:
+    """torchrun itself, whose workers are processes as those of any command."""
+    torchrun(options)
 
 
 @contextlib.contextmanager

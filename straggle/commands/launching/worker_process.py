@@ -118,23 +118,30 @@ class ForkServer:
 
     def __call__(self, program: Program, environment: Mapping[str, str], output: IO[bytes] | None) -> Process:
         """Fork a worker; raises ``ServerEnded`` if the server cannot."""
-        own, theirs = socket.socketpair()
-        with own:
-            try:
-                with theirs:
-                    files = [theirs.fileno()] if output is None else [theirs.fileno(), output.fileno()]
-                    socket.send_fds(self._control, [b"+"], files)
-                own.sendall(json.dumps({**asdict(program), "environment": dict(environment)}).encode())
-                own.shutdown(socket.SHUT_WR)
-            except OSError as error:
-                raise ServerEnded(_ENDED) from error
-            return _Forked(own)
+        return fork_from(self._control, program, environment, output)
 
     def close(self) -> None:
         """End the server, whose workers have ended."""
         self._process.kill()
         self._process.wait()
         self._control.close()
+
+
+def fork_from(
+    control: socket.socket, program: Program, environment: Mapping[str, str], output: IO[bytes] | None
+) -> Process:
+    """A worker that the server at the other end of this socket forks; raises ``ServerEnded`` if it cannot."""
+    own, theirs = socket.socketpair()
+    with own:
+        try:
+            with theirs:
+                files = [theirs.fileno()] if output is None else [theirs.fileno(), output.fileno()]
+                socket.send_fds(control, [b"+"], files)
+            own.sendall(json.dumps({**asdict(program), "environment": dict(environment)}).encode())
+            own.shutdown(socket.SHUT_WR)
+        except OSError as error:
+            raise ServerEnded(_ENDED) from error
+        return _Forked(own)
 
 
 class _Forked:
