@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from straggle import world
 from straggle.policies.merge_time import Link
+from straggle.waits import end_of
 
 TOKEN_BYTES = 32
 SMALL_BYTES = 1024
@@ -75,7 +76,7 @@ class PingServer:
         with contextlib.suppress(OSError):  # to wake the thread; not all systems do so
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        self._thread.join(2 * LIMIT_S)
+        end_of([self._thread], 2 * LIMIT_S)
 
     def _serve(self) -> None:
         while not self._closing.is_set():

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from straggle import world
 from straggle.members.member import Member
 from straggle.members.membership import Membership
 from straggle.members.view import leader
 from straggle.merge.wire.store import peek
+from straggle.waits import until
 
 _WORDS = 2**20 - 1
 _LOOK_S = 0.01
@@ -65,23 +65,24 @@ def all_have_state(
     ``awaits()``: whether this rank still waits for the others; otherwise they are not to go on from it either.
     ``lent()``: a connection to the store. If it breaks, the answer may be there all the same, so another one is tried.
     """
-    while True:
+
+    def answer() -> str:
         try:
             with lent() as store:
-                return _all_have_state(store, key, rank, ranks, awaits)
+                store.set(f"{key}/{rank}", "")
+                return until(lambda: _answer(store, key, ranks, awaits), every_s=_LOOK_S)
         except (RuntimeError, OSError):
             if not awaits():
                 raise
-            world.sleep(_RETRY_S)
+            return ""
+
+    return until(answer, every_s=_RETRY_S) == _ALL
 
 
-def _all_have_state(store: Any, key: str, rank: int, ranks: Sequence[int], awaits: Callable[[], bool]) -> bool:
-    store.set(f"{key}/{rank}", "")
-    while (answer := peek(store, key)) is None:
-        if store.check([f"{key}/{each}" for each in ranks]):
-            store.compare_set(key, "", _ALL)
-        elif not awaits():
-            store.compare_set(key, "", _NONE)
-        else:
-            world.sleep(_LOOK_S)
-    return answer == _ALL
+def _answer(store: Any, key: str, ranks: Sequence[int], awaits: Callable[[], bool]) -> str:
+    """The answer, if there is one; whoever sees first that all have theirs, or waits no more, gives it for all."""
+    if (answer := peek(store, key)) is not None:
+        return answer
+    if store.check([f"{key}/{each}" for each in ranks]):
+        return str(store.compare_set(key, "", _ALL).decode())
+    return "" if awaits() else str(store.compare_set(key, "", _NONE).decode())

@@ -27,6 +27,7 @@ from straggle.merge.wire.channel import Channel, GroupsChanged, PeerFailed
 from straggle.merge.wire.groups import GlooGroup, ProcessGroups, is_of_peer, is_over, let_go
 from straggle.merge.wire.long_wait import LongWait
 from straggle.merge.wire.store import check_answers, connect_all, default_store
+from straggle.waits import end_of, until
 
 _SLICE_S = 0.02
 _MERGE_SLICE_S = 0.1  # each slice that ends before the merge costs 0.2 ms of CPU, for gloo's timeout error
@@ -142,24 +143,21 @@ class ElasticChannel(Channel):
         """Meet the other members of a view; false if there is a newer view, or if a member does not come."""
         place, size = view.ranks.index(self.rank), len(view.ranks)
         made: dict[str, GlooGroup] = {}
-        given_up = world.Event()
-        corner, until = f"generation/{view.job}/{view.generation}", world.monotonic() + limit_s
+        given_up, has_ended = world.Event(), world.Event()
+        corner = f"generation/{view.job}/{view.generation}"
 
         def meet() -> None:
             try:
-                with self.membership.connection(corner) as store:
-                    store.set(f"here/{place}", "")
-                    # gloo's own wait for a missing member cannot be interrupted; this one can
-                    while not store.check([f"here/{other}" for other in range(size)]):
-                        if given_up.wait(_SLICE_S / 4) or world.monotonic() > until:
-                            return
+                # gloo's own wait for a missing member cannot be interrupted; this one can
+                if self._come_to(corner, place, size, given_up, limit_s):
+                    # in parallel: each group asks the store for one rank after the other
+                    control = self.membership.spawn(make, "control")
+                    make("data")
+                    end_of([control], math.inf)
             except (RuntimeError, OSError) as error:
                 self._note_unformed(view, error)
-                return
-            # in parallel: each group asks the store for one rank after the other
-            control = self.membership.spawn(make, "control")
-            make("data")
-            control.join()
+            finally:
+                has_ended.set()
 
         def make(name: str) -> None:
             try:
@@ -169,19 +167,27 @@ class ElasticChannel(Channel):
                 self._note_unformed(view, error)
 
         # on a thread that is abandoned if a member dies meanwhile: nothing else ends this call
-        thread = self.membership.spawn(meet)
-        while thread.is_alive():
-            thread.join(_SLICE_S / 4)
-            newer = self.membership.view.generation > view.generation
-            if newer or self.closing or self._is_annulled(view):
-                given_up.set()
-                return False
-        if len(made) < 2:
+        self.membership.spawn(meet)
+        until(lambda: has_ended.is_set() or self._is_past(view), every_s=_SLICE_S / 4, pause=has_ended.wait)
+        given_up.set()
+        if not has_ended.is_set() or len(made) < 2:
             return False
         self._formed = ProcessGroups(made["data"], made["control"], view.ranks)
         self.generation = view.generation
         self._keep_groups(tuple(made.values()))
         return True
+
+    def _come_to(self, corner: str, place: int, size: int, given_up: world.Event, limit_s: float) -> bool:
+        """Say that this member is there, and wait for the others; false if it is given up, or takes too long."""
+        with self.membership.connection(corner) as store:
+            store.set(f"here/{place}", "")
+            all_here = [f"here/{other}" for other in range(size)]
+            until(lambda: given_up.is_set() or store.check(all_here), every_s=_SLICE_S / 4, limit_s=limit_s)
+            return not given_up.is_set() and bool(store.check(all_here))
+
+    def _is_past(self, view: View) -> bool:
+        """Whether nothing is to be merged in this view any more."""
+        return self.membership.view.generation > view.generation or self.closing or self._is_annulled(view)
 
     def leave_groups(self) -> None:
         """This rank is no member. While it kept its groups, its peers would have to keep theirs with it."""
@@ -200,11 +206,15 @@ class ElasticChannel(Channel):
         """Free groups on a thread of its own: that takes long, and the members wait for whoever forms the next view."""
         for group in groups:
             group.drop()
-        # a frozen rank's old group ends with it, and many views may come meanwhile: one thread waits for all, since
-        # whoever sleeps looks afterwards at what the others have dropped
-        while not (let_go() or self.closing) and self._waits_for_old.acquire(blocking=False):
-            world.sleep(_OLD_LOOK_S)
+
+        def is_done() -> bool:
+            # the lock first: another thread that drops a group now either sees it free, or this one sees that group
             self._waits_for_old.release()
+            return let_go() or self.closing or not self._waits_for_old.acquire(blocking=False)
+
+        # a frozen rank's old group ends with it, and many views may come meanwhile: one thread waits for all
+        if not let_go() and self._waits_for_old.acquire(blocking=False):
+            until(is_done, every_s=_OLD_LOOK_S)
 
     def _is_annulled(self, view: View) -> bool:
         return not view.has_begun and self.membership.chain.annulled == view.job
@@ -276,15 +286,21 @@ class ElasticChannel(Channel):
 
     def _poll(self, find: Callable[[], Found | None], what: str) -> Found:
         """Call ``find()`` until it finds something; members may change. Raises `PeerFailed` if that takes too long."""
-        until = world.monotonic() + self.patience.outside_s
-        while (found := find()) is None:
-            if self.ended is not None:
-                raise self.ended
-            self.membership.check_done()
-            if world.monotonic() > until:
-                raise PeerFailed(f"rank {self.name}: {what} did not come within {self.patience.words('outside')}")
-            world.sleep(0.01)
+
+        def look() -> Found | None:
+            if (found := find()) is None:
+                self._check_goes_on()
+            return found
+
+        if (found := until(look, every_s=0.01, limit_s=self.patience.outside_s)) is None:
+            raise PeerFailed(f"rank {self.name}: {what} did not come within {self.patience.words('outside')}")
         return found
+
+    def _check_goes_on(self) -> None:
+        """Raise what ended the job for this rank, if anything has."""
+        if self.ended is not None:
+            raise self.ended
+        self.membership.check_done()
 
     def wait_in(self, view: View, work: dist.Work) -> None:
         """Wait for a collective among the members of a view, while it is the newest one."""
@@ -309,7 +325,7 @@ class ElasticChannel(Channel):
         key: str = "",
     ) -> None:
         """Wait for a collective as the base class does. Raises `GroupsChanged` if the members change."""
-        until = math.inf if give_up_s is None else world.monotonic() + give_up_s
+        ends_at = math.inf if give_up_s is None else world.monotonic() + give_up_s
         broke, long_wait = False, LongWait(self, key or str(step), what)
         while self.epoch == epoch:
             if self.ended is not None:
@@ -322,15 +338,15 @@ class ElasticChannel(Channel):
                     raise self._failed(what, error) from error
                 broke = True
                 self.membership.detector.connection_broke(generation=self.generation)
-            if broke:
-                world.sleep(_SLICE_S)
+            if broke:  # no member is asked: the members change, or this rank gives up
+                until(lambda: self.epoch != epoch, every_s=_SLICE_S, limit_s=_SLICE_S)
             if self._is_annulled(self.membership.view):
                 raise MetAnew
             if self.generation == 0 and self.membership.view.generation > 0 and not self.membership.detector.is_on:
                 raise PeerFailed(
                     f"{what}: {self.membership.view.said(self.membership.inside.kind)}, while the model was wrapped"
                 )
-            if world.monotonic() > until:
+            if world.monotonic() > ends_at:
                 raise PeerFailed(self.explain(what))
             if why := long_wait.look():
                 raise PeerFailed(self.explain(what, why=why))

@@ -37,9 +37,11 @@ from straggle.merge.wire.store import StoreUnreachable
 from straggle.policies.history import History
 from straggle.report import HealingReport
 from straggle.source.source import GradientSource
+from straggle.waits import NowAndThen, until
 
 _SEND_S = 60.0
 _ASK_S = 0.5
+_LOOK_S = 0.005  # between two looks of the training thread that waits
 _SAY_S = 10.0  # of waiting after a step, before it is logged
 _MAX_BYTES = 1 << 40
 _PAGE_BYTES = 4096  # the smallest page of a system
@@ -91,20 +93,24 @@ class Healing:
             self._give(step)
         else:
             self._make_room()
+        until(lambda: self._may_enter(step), every_s=_LOOK_S)
+        self._member.awaits_state = False
+
+    def _may_enter(self, step: int) -> bool:
+        """Whether this rank takes part in ``step``, or is not to wait before it; takes a state if one has come."""
         while self._rank.merging.takes_part_from > step or self._arrival is not None:
             self._rank.check_ended()
             if self._member.notice.asked and self._member.is_out:  # it is not to come back
-                break
+                return True
             self._member.is_back = True
             arrival, begins = self._arrival, self._rank.merging.takes_part_from
             if step < begins and (begins < sys.maxsize or step < self._membership.detector.furthest_step):
-                break  # its peers have made this step without this rank
+                return True  # its peers have made this step without this rank
             self._member.awaits_state = True
-            if begins == step and arrival is not None and arrival.state is not None:
-                self._take(arrival, arrival.state, loaders_too=False)
-            else:
-                world.sleep(0.005)
-        self._member.awaits_state = False
+            if begins != step or arrival is None or arrival.state is None:
+                return False
+            self._take(arrival, arrival.state, loaders_too=False)
+        return True
 
     def after_step(self) -> None:
         """After a step that was made without this rank, wait until the members let it in or end their loops.
@@ -113,16 +119,15 @@ class Healing:
         ended.
         """
         member, following = self._member, self._coordinator.training.step
-        say_at = world.monotonic() + _SAY_S
-        while (
-            self._rank.merging.takes_part_from >= following
-            and not self._is_made(following)
-            and not (member.notice.asked and member.is_out)
-        ):
+        is_long = NowAndThen(math.inf, after_s=_SAY_S)
+
+        def may_end() -> bool:
+            takes_part = self._rank.merging.takes_part_from < following
+            if takes_part or self._is_made(following) or (member.notice.asked and member.is_out):
+                return True
             self._rank.check_ended()
             member.is_back = member.awaits_state = True
-            if world.monotonic() > say_at:
-                say_at = math.inf
+            if is_long.is_due():
                 _log.warning(
                     "rank %d was out in step %d, and its peers have not made step %d yet: it waits to be let in, or to "
                     "hear that their loops have ended",
@@ -130,7 +135,9 @@ class Healing:
                     following - 1,
                     following,
                 )
-            world.sleep(0.005)
+            return False
+
+        until(may_end, every_s=_LOOK_S)
         member.awaits_state = False
 
     def _is_made(self, step: int) -> bool:
@@ -142,25 +149,31 @@ class Healing:
     def take_first(self) -> None:
         """Wait for the state before the first step of a rank that comes to a running job, and go on from it."""
         began_at, heard = world.monotonic(), Heard(self._channel.patience.silent_s, world.monotonic)
+        asks = NowAndThen(_ASK_S, after_s=self._channel.patience.give_up_s)
         self._member.awaits_state = True
-        while (arrival := self._arrival) is None or arrival.state is None or not self._was_reached(arrival.view):
+
+        def arrived() -> _Arrival | None:
+            arrival = self._arrival
+            if arrival is not None and arrival.state is not None and self._was_reached(arrival.view):
+                return arrival
             self._rank.check_ended()
             self._member.is_back = True  # also if it was put out because its state did not come
-            if why := self._given_up(world.monotonic() - began_at, heard):
+            if asks.is_due() and (why := self._given_up(world.monotonic() - began_at, heard)):
                 raise PeerFailed(
                     f"rank {self._channel.name} has asked to be let in, and the members "
                     f"({self._membership.inside.named(self._membership.view.ranks)}) have not answered within {why}"
                 )
-            world.sleep(0.005)
+            return None
+
+        arrival = until(arrived, every_s=_LOOK_S)
+        assert arrival is not None
+        assert arrival.state is not None
         self._take(arrival, arrival.state, loaders_too=True)
         self._member.awaits_state = False
 
     def _given_up(self, waited_s: float, heard: Heard) -> str:
         """The limit that is over for all members; nothing if one may still be outside of its step, as in a pause."""
         patience = self._channel.patience
-        if waited_s < patience.give_up_s:
-            return ""
-        world.sleep(_ASK_S)
         try:
             places = {rank.place for rank in self._channel.places(self._membership.view.ranks, heard)}
         except StoreUnreachable:
@@ -275,12 +288,8 @@ class Healing:
         return {"module": module, "registered": given}
 
     def _send(self, encoded: Encoded, step: int) -> None:
-        until = world.monotonic() + _SEND_S
-        while (view := self._membership.chain.giving) is None or view.step < step:
-            if world.monotonic() > until:
-                return  # the newcomers were not let in after all
-            world.sleep(0.005)
-        if view.step > step:
+        view = until(lambda: self._giving_from(step), every_s=_LOOK_S, limit_s=_SEND_S)
+        if view is None or view.step > step:  # the newcomers were not let in after all
             return
         for rank in sorted(view.joined):
             pause = self._pace(encoded, step).pause
@@ -289,6 +298,11 @@ class Healing:
             except (RuntimeError, ValueError, OSError) as error:
                 there = self._channel.names[rank]
                 _log.warning("rank %d could not send its state to rank %d: %s", self._channel.name, there, error)
+
+    def _giving_from(self, step: int) -> View | None:
+        """The view in which this rank gives its state as of ``step``, or a later one, once it is there."""
+        view = self._membership.chain.giving
+        return view if view is not None and view.step >= step else None
 
     def _pace(self, encoded: Encoded, step: int) -> Pace:
         """The pace of a state as of ``step``: no more is to be merged meanwhile, in bytes, than the state has."""

@@ -10,9 +10,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,6 +31,7 @@ from straggle.merge.wire.arrivals import LongArrival
 from straggle.merge.wire.channel import PeerFailed
 from straggle.merge.wire.launcher_words import down
 from straggle.merge.wire.store import ANSWER_S, peek
+from straggle.waits import NowAndThen, end_of, until
 
 _DOWN_LOOK_S = 0.5  # between two questions whether ranks that are missing may come
 _LINGER_S = 2.0
@@ -161,35 +161,45 @@ class Membership:
         Raises `PeerFailed` if not all ranks come within ``limit_s``, in words ``limit``, or if the job is over before
         it has begun.
         """
-        store, until = self.connections.own(), world.monotonic() + limit_s
+        store = self.connections.own()
         arrival = LongArrival(self.inside.rank(self.rank), self._ranks_of(range(self.world_size)))
         self._heartbeat.beat(store)
         store.set(f"hello/{self.rank}", self.incarnation)
-        look_at, gone = 0.0, dict[int, str]()
-        while not self.chain.find(store):
-            missing = [rank for rank in range(self.world_size) if not store.check([f"hello/{rank}"])]
-            if world.monotonic() >= look_at:
-                look_at, gone = world.monotonic() + _DOWN_LOOK_S, self._down(store)
-            if not set(missing) - gone.keys():
-                there = [rank for rank in range(self.world_size) if rank not in gone]
-                names = {rank: store.get(f"hello/{rank}").decode() for rank in there}
-                first = View(0, names, job=uuid.uuid4().hex[:12])
-                self.chain.begin(store, first)
-                if gone and self.rank == there[0]:
-                    _log.warning("the job begins with ranks %s: %s", self._ranks_of(there), "; ".join(gone.values()))
-            elif (why := over(store)) is not None:
-                raise PeerFailed(f"{self._own}, before step 0: the job is over: {why}")
-            elif world.monotonic() > until:
-                raise PeerFailed(
-                    f"{self._own}, before step 0: {self.inside.named(missing)} have not come within "
-                    f"{limit or f'{limit_s:g} s'}: "
-                    "each has to wrap the model; one has ended, hangs, or cannot be reached"
-                )
-            else:
-                arrival.look(partial(self._ranks_of, missing))
-                world.sleep(0.01)
+        looks, gone = NowAndThen(_DOWN_LOOK_S), dict[int, str]()
+
+        def is_found() -> bool:
+            while not self.chain.find(store):
+                if looks.is_due():
+                    gone.clear()
+                    gone.update(self._down(store))
+                if missing := self._not_come(store, gone):
+                    if (why := over(store)) is not None:
+                        raise PeerFailed(f"{self._own}, before step 0: the job is over: {why}")
+                    arrival.look(partial(self._ranks_of, missing))
+                    return False
+                self._begin_without(store, gone)
+            return True
+
+        if not until(is_found, every_s=0.01, limit_s=limit_s):
+            raise PeerFailed(
+                f"{self._own}, before step 0: {self.inside.named(self._not_come(store, gone))} have not come within "
+                f"{limit or f'{limit_s:g} s'}: "
+                "each has to wrap the model; one has ended, hangs, or cannot be reached"
+            )
         self.detector.start()
         return not (self.is_member and self.view.generation == 0)
+
+    def _not_come(self, store: Any, gone: Container[int]) -> list[int]:
+        """The members that are neither there nor known to be gone."""
+        return [rank for rank in range(self.world_size) if rank not in gone and not store.check([f"hello/{rank}"])]
+
+    def _begin_without(self, store: Any, gone: Mapping[int, str]) -> None:
+        """All others are there: write a first view of them, unless there is one."""
+        there = [rank for rank in range(self.world_size) if rank not in gone]
+        names = {rank: store.get(f"hello/{rank}").decode() for rank in there}
+        self.chain.begin(store, View(0, names, job=uuid.uuid4().hex[:12]))
+        if gone and self.rank == there[0]:
+            _log.warning("the job begins with ranks %s: %s", self._ranks_of(there), "; ".join(gone.values()))
 
     def _down(self, store: Any) -> dict[int, str]:
         """Members that will not come, and why, as the launcher says it.
@@ -217,7 +227,7 @@ class Membership:
         False if a rank was restarted before that: the first view was given up. Raises `PeerFailed` if the others have
         not wrapped theirs within ``limit_s``, in words ``limit``.
         """
-        view, store, until = self.view, self.connections.own(), world.monotonic() + limit_s
+        view, store = self.view, self.connections.own()
         keys = {rank: f"wrapped/{view.job}/{rank}" for rank in self._ranks_of(view.ranks)}
         arrival = LongArrival(self.inside.rank(self.rank), list(keys))
 
@@ -225,16 +235,20 @@ class Membership:
             return [rank for rank, key in keys.items() if not store.check([key])]
 
         store.set(f"wrapped/{view.job}/{self.inside.rank(self.rank)}", "")
-        while not store.check(list(keys.values())):
-            if self.chain.annulled == view.job:
-                return False
+
+        def is_over() -> bool:
+            if store.check(list(keys.values())) or self.chain.annulled == view.job:
+                return True
             arrival.look(missing)
-            if world.monotonic() > until:
-                raise PeerFailed(
-                    f"{self._own}, before step 0: ranks {missing()} have not wrapped the model within "
-                    f"{limit or f'{limit_s:g} s'}"
-                )
-            world.sleep(0.005)
+            return False
+
+        if not until(is_over, every_s=0.005, limit_s=limit_s):
+            raise PeerFailed(
+                f"{self._own}, before step 0: ranks {missing()} have not wrapped the model within "
+                f"{limit or f'{limit_s:g} s'}"
+            )
+        if self.chain.annulled == view.job:
+            return False
         self.chain.replace(store, view, replace(view, begun=True))
         try:
             self.chain.look(store)
@@ -291,14 +305,14 @@ class Membership:
         A replica leaves with the last of its ranks.
         """
         self.left_for_good = True
-        self.spawn(self._leave_with_the_others).join(_LINGER_S + ANSWER_S)
+        end_of([self.spawn(self._leave_with_the_others)], _LINGER_S + ANSWER_S)
 
     def leave_with_an_error(self, reason: str) -> None:
         """Leave because this rank's own code raised; waits only for as long as a store that answers needs.
 
         If the others cannot go on without it, this reports that the job is over: later this process may be gone.
         """
-        self.spawn(self._leave_with_an_error, reason).join(ANSWER_S)
+        end_of([self.spawn(self._leave_with_an_error, reason)], ANSWER_S)
 
     def _leave_with_an_error(self, reason: str) -> None:
         self.leave(Leaving("raised", reason))
@@ -307,17 +321,20 @@ class Membership:
                 post_over(store, f"{reason}, and too few ranks are left without it")
 
     def _leave_with_the_others(self) -> None:
-        until = world.monotonic() + _LINGER_S
+        ends_at = world.monotonic() + _LINGER_S
         try:
             with self.connections.lent() as store:
                 store.set(key_of_end(self.incarnation, self.inside.rank(self.rank)), "")
                 is_last = store.add(f"ended/{self.incarnation}", 1) >= self.inside.size
-                while self.is_member and world.monotonic() < until:
+
+                def are_as_far() -> bool:
+                    if not self.is_member:
+                        return True
                     own = [self.inside.rank(member) for member in self.view.ranks]
                     signs = signs_of(store, self.view.members, own, self.inside.size)
-                    if is_last and min(map(step_in, signs.values())) >= self.step:
-                        break
-                    world.sleep(0.02)
+                    return is_last and min(map(step_in, signs.values())) >= self.step
+
+                until(are_as_far, every_s=0.02, limit_s=ends_at - world.monotonic())
             if is_last:
                 self.leave(self.why_it_ends)
         except (RuntimeError, OSError, ValueError) as error:
@@ -368,10 +385,7 @@ class Membership:
         """End the threads."""
         self.detector.stop()
         # a thread that returns from a store request while Python ends would end the process with an error
-        until = world.monotonic() + _END_S
-        for thread in (*self.detector.threads, *self._heartbeat.threads, *self._threads):
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, until - world.monotonic()))
+        end_of((*self.detector.threads, *self._heartbeat.threads, *self._threads), _END_S)
 
     @property
     def _own(self) -> str:

@@ -11,13 +11,13 @@ import sys
 
 from torch.distributed.c10d_logger import _c10d_logger
 
-from straggle import world
 from straggle.members.membership import Membership
 from straggle.members.view import NOT_KNOWN, SLOW, View
 from straggle.merge.wire.channel import PeerFailed
 from straggle.merge.wire.groups import is_of_peer
 from straggle.stuck.frames import frames_of, place_of
 from straggle.stuck.states import INSTEAD
+from straggle.waits import until
 
 _LIVES = ("returns", *SLOW, "restarted")  # kinds of leaving of a process that may still run
 _log = logging.getLogger(__name__)
@@ -68,11 +68,9 @@ class OwnCollectives:
 
     def _wait_for_gone(self) -> str:
         """Who is gone, as soon as the members know it; as such errors go on, only the first one waits for that."""
-        gone, until = self._gone(), world.monotonic() + self._known_s
-        if not gone and self._may_wait:
+        if not (gone := self._gone()) and self._may_wait:
             self._membership.detector.connection_broke()
-            while not (gone := self._gone()) and world.monotonic() < until:
-                world.sleep(0.01)
+            gone = until(self._gone, every_s=0.01, limit_s=self._known_s)
         self._may_wait = False
         return gone
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from straggle import world
+from straggle.waits import until
 
 _LET_PASS = 6.0  # if merges slow the state down, it is sent for at least a seventh of the time while they run
 _IN_TURNS = 1.0  # if merges do not slow it: they use another link, or wait for a rank
@@ -46,8 +47,12 @@ class Pace:
         self._best = max(self._best, rate)
         most = _LET_PASS if rate < _SLOWED * self._best else _IN_TURNS
         began_at = self._now()
-        until = began_at + min(most * sent_s, _LONGEST_S)
+        gap_until = began_at + min(most * sent_s, _LONGEST_S)
         rested_at = began_at + min(_REST * sent_s, self._rests_s)
-        while not self._presses() and (self._now() < rested_at or (self._is_merging() and self._now() < until)):
-            self._sleep(0.001)
+
+        def may_go_on() -> bool:
+            now = self._now()
+            return self._presses() or (now >= rested_at and not (now < gap_until and self._is_merging()))
+
+        until(may_go_on, every_s=0.001, clock=self._now, pause=self._sleep)
         self._rests_s -= min(self._now(), rested_at) - began_at

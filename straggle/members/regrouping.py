@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-import threading
 from collections.abc import Callable
 
 import torch
@@ -20,6 +19,7 @@ from straggle.members.view_chain import Hold
 from straggle.merge.wire.channel import GroupsChanged, PeerFailed
 from straggle.merge.wire.store import StoreUnreachable
 from straggle.report import MembersReport
+from straggle.waits import end_of, until
 
 _LOOK_S = 0.2  # between two checks for something to do
 _ASKED_LOOK_S = 0.02  # the same for a rank that asks to be let in: once it is, the members wait for it
@@ -45,7 +45,7 @@ class Regrouping:
     def __init__(self, channel: ElasticChannel, member: Member, *, max_buckets: int) -> None:
         self._channel, self._membership, self._member = channel, channel.membership, member
         self._max_buckets = max_buckets
-        self._closing = False
+        self._closing = world.Event()
         self._newer_at = world.monotonic()  # when the members changed last
         self._asked_at: float | None = None
         self._silence = Silence(_LOOK_S)  # the silence of the job's store
@@ -63,10 +63,9 @@ class Regrouping:
 
     def close(self) -> None:
         """End the thread."""
-        self._closing = self._channel.closing = True
-        # if a hook holds the model's last reference, this thread itself closes the model
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(5.0)
+        self._closing.set()
+        self._channel.closing = True
+        end_of([self._thread], _END_S)  # unless a hook holds the model's last reference: this thread itself closes it
 
     def ask(self) -> None:
         """Ask to be let in."""
@@ -81,15 +80,15 @@ class Regrouping:
 
     def _run(self) -> None:
         try:
-            while not self._closing:
+            while not self._closing.is_set():
                 self._check_store()
                 try:
                     self._look()
                 except (dist.DistStoreError, dist.DistNetworkError, OSError):
                     self._membership.connections.forget_own()  # its loss is noticed by the store's silence
-                    world.sleep(_LOOK_S)
+                    self._closing.wait(_LOOK_S)
         except BaseException as error:
-            if not self._closing:
+            if not self._closing.is_set():
                 self._member.end(error)
                 self._channel.ended = error
                 if isinstance(error, TooFewRanks):
@@ -105,8 +104,7 @@ class Regrouping:
         """
         left_s, whole = _END_S, isinstance(error, TooFewRanks | JobDone | StoreUnreachable)
         while left_s > 0:
-            world.sleep(_LOOK_S)
-            if self._closing or self._member.knows_end:
+            if self._closing.wait(_LOOK_S) or self._member.knows_end:
                 return
             if self._member.is_in_step or not whole:
                 left_s -= _LOOK_S
@@ -277,14 +275,18 @@ class Regrouping:
         began = world.monotonic()
         # also if they have changed for another reason: other shards, not as far, wait for newcomers all the same
         if held.leads and not held.leaving and membership.view.step < held.step:
-            self._await_replica(held.step, began + _REPLICA_S)
+            self._await_replica(held.step)
             membership.admit(held.step)
-        while not self._has_come(held) and (waited_s := world.monotonic() - began) < _VIEW_S:
-            if held.leaving and (held.leads or waited_s > _LEADER_S):
-                membership.let_go(held.leaving)
-            world.sleep(0.002)
-            membership.look()
-        if not self._has_come(held) and membership.is_member and not self._closing:
+
+        def look() -> bool:
+            if not self._has_come(held):
+                if held.leaving and (held.leads or world.monotonic() - began > _LEADER_S):
+                    membership.let_go(held.leaving)
+                membership.look()
+            return self._has_come(held)
+
+        has_come = until(look, every_s=0.002, limit_s=_VIEW_S - (world.monotonic() - began))
+        if not has_come and membership.is_member and not self._closing.is_set():
             membership.go_on()  # nothing is merged before there is a view
         # not before: if this thread's connection broke with the store that it led to, all members would wait in vain
         if membership.chain.held is held:
@@ -296,7 +298,7 @@ class Regrouping:
         view = self._membership.view
         return view.generation > self._channel.generation or view.step >= held.step
 
-    def _await_replica(self, step: int, until: float) -> None:
+    def _await_replica(self, step: int) -> None:
         """Wait until all ranks of this one's replica are at ``step``: others' gradients may be on their way there."""
-        while self._membership.inside.size > 1 and self._member.agreed_in < step - 1 and world.monotonic() < until:
-            world.sleep(0.002)
+        if self._membership.inside.size > 1:
+            until(lambda: self._member.agreed_in >= step - 1, every_s=0.002, limit_s=_REPLICA_S)

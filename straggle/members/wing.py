@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from straggle import world
 from straggle.members.ask_replica import AskReplica
 from straggle.members.completion import MembersCompletion
 from straggle.members.elastic import ElasticChannel
@@ -30,6 +29,7 @@ from straggle.merge.wire.channel import PeerFailed
 from straggle.merge.wire.groups import is_of_peer
 from straggle.report import HealingReport, MembersReport
 from straggle.source.source import GradientSource
+from straggle.waits import until
 
 _GONE_S = 1.5  # more than what it takes to suspect a rank whose connection broke
 
@@ -202,10 +202,9 @@ class Members(Wing):
 
     def _await_view_without_replica(self) -> None:
         """A collective inside of the replica broke: raise `PeerFailed` if the members find a rank of it gone soon."""
-        membership, until = self.channel.membership, world.monotonic() + _GONE_S
+        membership = self.channel.membership
         membership.detector.connection_broke(of_replica=True)
-        while world.monotonic() < until and not membership.lost:
-            world.sleep(0.01)
+        until(lambda: membership.lost, every_s=0.01, limit_s=_GONE_S)
         self._rank.check_ended()
         if not membership.is_member:
             membership.left_for_good = True  # what the ranks of the replica have in common is broken

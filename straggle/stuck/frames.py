@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from straggle import world
+from straggle.waits import end_of
 
 Kind = Literal["stuck", "collective", "inside", "waits", "paused"]
 
@@ -172,6 +173,6 @@ def text_of(frame: Frame) -> str:
     found = list[str]()
     reads = world.Thread(target=lambda: found.append(linecache.getline(frame.file, frame.line)), daemon=True)
     reads.start()
-    reads.join(_TEXT_S)
+    end_of([reads], _TEXT_S)
     text = found[0].strip() if found else ""
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

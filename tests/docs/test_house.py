@@ -23,7 +23,7 @@ PACKAGES += [
     ("data",),
 ]
 PACKAGES += [("observe",), ("integrations",), ("advise",), ("lab",), ("commands",)]
-BEFORE = ("extras", "schema", "version", "world")
+BEFORE = ("extras", "schema", "version", "world", "waits")
 AFTER = ("straggle", "__main__")
 FOLDERS = [name for names in PACKAGES for name in names if (ROOT / name).is_dir()]
 # rooms inside of a package that have a page of their own

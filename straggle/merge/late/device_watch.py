@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from straggle import world
 from straggle.backward.device import Device
 from straggle.merge.wire.channel import Channel, PeerFailed
+from straggle.waits import end_of, until
 
 _LOOK_S = 0.5
 _WORD_S = 1.0  # peers wait so much longer: the rank whose device is stuck knows more
@@ -243,11 +244,8 @@ class DeviceWatch:
         atexit.register(self._end_if_stuck, found, words)
         self._channel.abort()
         self._tell(self.error)
-        until = world.monotonic() + LEAVE_S
-        while world.monotonic() < until:
-            world.sleep(_LOOK_S)
-            if self._ready(found.mark):
-                return  # the training thread comes back, if it was in the driver at all
+        if until(lambda: self._ready(found.mark), every_s=_LOOK_S, limit_s=LEAVE_S):
+            return  # the training thread comes back, if it was in the driver at all
         self._end_if_stuck(found, words)
 
     def _end_if_stuck(self, found: Stuck, words: str) -> None:
@@ -287,5 +285,5 @@ def _within(seconds: float, call: Callable[[], None]) -> bool:
         call()
         return True
     for _ in range(4):  # in parts: while the process is stopped, only one part passes
-        thread.join(seconds / 4)
+        end_of([thread], seconds / 4)
     return not thread.is_alive()

@@ -31,9 +31,11 @@ from straggle.merge.late.lateness import (
 from straggle.merge.late.sides import MergeSide, TrainingSide
 from straggle.merge.round.round import Round
 from straggle.merge.wire.channel import Channel, PeerFailed
+from straggle.waits import end_of
 
 _log = logging.getLogger(__name__)
 _LOCK_S = 1.0  # nobody has the lock for so long who does not wait for a device
+_END_S = 5.0  # for the thread to end when the model is closed
 _SOON_S = 0.005  # a rank's report that it has finished may be so late
 
 
@@ -102,7 +104,7 @@ class StandIn:
             self._closing = True
             self._wakes.notify()
         if self._thread is not None:
-            self._thread.join(timeout=5)
+            end_of([self._thread], _END_S)
 
     # -- what happens to this rank
 

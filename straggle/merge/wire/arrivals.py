@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 from straggle import world
 from straggle.merge.wire.launcher_words import down, post_needs_all, will_not_come
 from straggle.merge.wire.store import default_store
+from straggle.waits import NowAndThen, until
 
 LONG_ARRIVAL_S = 4.0  # after so long the wait is reported
 _LOOK_S = 0.5  # between two questions whether all may come
 _SHORTEST_S, _LONGEST_S = 0.001, 0.05  # between two whether they have
+_ALL = "all"
 _num_wrapped = world.OfProcess(Counter[tuple[int, ...]])  # models that these ranks have wrapped together
 
 _log = logging.getLogger(__name__)
@@ -48,22 +50,19 @@ def why_not_all(ranks: Sequence[int], own: int, limit_s: float) -> str:
         post_needs_all(store)
     store.set(str(own), "")
     store.add("number", 1)
-    wait, until, look_at, pause_s = LongArrival(own, ranks), world.monotonic() + limit_s, 0.0, _SHORTEST_S
+    wait, looks = LongArrival(own, ranks), NowAndThen(_LOOK_S)
 
     def missing() -> list[int]:
         return [rank for rank in ranks if not store.check([str(rank)])]
 
-    while store.add("number", 0) < len(ranks) or down(store, ranks):
+    def known() -> str:
+        if store.add("number", 0) >= len(ranks) and not down(store, ranks):
+            return _ALL
         wait.look(missing)
-        if (now := world.monotonic()) >= look_at:
-            look_at = now + _LOOK_S
-            if why := will_not_come(store, ranks, missing(), own_start()):
-                return why
-        if now >= until:
-            return f"ranks {missing()} have not come"
-        world.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_S)
-    return ""
+        return will_not_come(store, ranks, missing(), own_start()) if looks.is_due() else ""
+
+    why = until(known, every_s=_SHORTEST_S, most_s=_LONGEST_S, limit_s=limit_s)
+    return "" if why == _ALL else why or f"ranks {missing()} have not come"
 
 
 def _start() -> str:

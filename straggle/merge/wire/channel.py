@@ -57,6 +57,7 @@ from straggle.merge.wire.long_wait import LongWait
 from straggle.merge.wire.patience import Awaited, Heard, Patience, PlaceFor, Sign
 from straggle.merge.wire.store import JobStore, StoreUnreachable, check_answers, connect, default_store, peek, place_of
 from straggle.policies.merge_time import MESSAGES_AT_A_TIME
+from straggle.waits import until
 
 _SLICE_S = 0.5
 _KEPT_STEPS = 32  # whose words in the store are not removed yet
@@ -491,22 +492,27 @@ class Channel:
             self.post_failure(own)
         self._progress.explained = True  # this rank ends because of others
         try:
-            return f"{what}: {self._reason(world.monotonic() + wait_s, why)}"
+            return f"{what}: {self._reason(wait_s, why)}"
         except StoreUnreachable as error:
             return f"{what}: no answer from peers, and {error}{why and f' ({why})'}"
 
-    def _reason(self, until: float, why: str) -> str:
+    def _reason(self, wait_s: float, why: str) -> str:
+        ends_at = world.monotonic() + wait_s
+
         def ask(request: Callable[[Any], Any]) -> Any:
-            return self.store.ask(request, max(until - world.monotonic(), _SLICE_S))
+            return self.store.ask(request, max(ends_at - world.monotonic(), _SLICE_S))
 
         # for ranks that wait for this one, and not for the one that is gone
         ask(partial(leave_word, f"survivor/{self.rank}", "", TROUBLE))
-        while not (reasons := ask(self._reasons)):
-            missing = ask(lambda store: absent(store, "survivor", range(self.world_size)))
-            if not missing or world.monotonic() > until:
-                return self._first_given_up(missing, why)
-            world.sleep(0.05)
-        return "; ".join(reasons)
+        reasons, missing = list[str](), list[int]()
+
+        def is_known() -> bool:
+            reasons[:] = ask(self._reasons)
+            missing[:] = [] if reasons else ask(lambda store: absent(store, "survivor", range(self.world_size)))
+            return not missing
+
+        until(is_known, every_s=0.05, limit_s=ends_at - world.monotonic())
+        return "; ".join(reasons) or self._first_given_up(missing, why)
 
     def _first_given_up(self, missing: Sequence[int], why: str) -> str:
         """The report of the rank that gave up first: by now the lost ranks may be back, and end as well."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from straggle import world
 from straggle.policies.merge_time import MESSAGES_AT_A_TIME, QUICK_AT_A_TIME, QUICK_S
+from straggle.waits import end_of, until
 
 OWN_GROUP = "straggle"  # the description of its groups, in torch's records of collectives
 # of which some is in each error of gloo's transport, and of torch's about a peer that is gone or too slow
@@ -107,7 +108,7 @@ class QueuedGroup(JobGroup):
         thread = world.Thread(target=_abort, args=(self._group,), name="straggle-abort", daemon=True)
         with contextlib.suppress(RuntimeError):  # the interpreter is about to end, and starts no thread
             thread.start()
-            thread.join(wait_s)
+            end_of([thread], wait_s)
 
 
 class GlooCollectives:
@@ -181,11 +182,8 @@ class Polled:
 
     def wait(self, timeout: timedelta = timedelta.max) -> bool:
         """Wait for so long. Raises ``RuntimeError`` if it is not over then, or failed."""
-        until = world.monotonic() + timeout.total_seconds()
-        while not self._work.is_completed():
-            if world.monotonic() >= until:
-                raise RuntimeError("not yet")
-            world.sleep(_POLL_S)
+        if not until(self._work.is_completed, every_s=_POLL_S, limit_s=timeout.total_seconds()):
+            raise RuntimeError("not yet")
         return bool(self._work.wait())  # makes this thread's queue wait, and raises the collective's error
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import threading
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from contextlib import suppress
@@ -18,6 +17,7 @@ from queue import SimpleQueue
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from straggle import world
+from straggle.waits import end_of
 
 ANSWER_S = 2.0  # without an answer by then, a request has failed
 _LOOK_S = 1.0
@@ -94,15 +94,12 @@ class JobStore:
     def close(self) -> None:
         """Carry out what was posted, as far as the store answers, and end the threads."""
         self._closing.set()
-        until = world.monotonic() + ANSWER_S
-        self._end(self._thread, until)  # it may be in a look
+        ends_at = world.monotonic() + ANSWER_S
+        if self._problem is None:
+            end_of([self._thread], ANSWER_S)  # it may be in a look
         self._connection.close()
-        self._end(self._connection.thread, until)
-
-    def _end(self, thread: world.Thread, until: float) -> None:
-        # a finalizer may run on any thread, also on this one
-        if self._problem is None and thread is not threading.current_thread():
-            thread.join(max(0.0, until - world.monotonic()))
+        if self._problem is None:
+            end_of([self._connection.thread], ends_at - world.monotonic())
 
     def check(self) -> None:
         """Raise `StoreUnreachable` if the store is known not to answer."""

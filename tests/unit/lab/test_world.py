@@ -263,3 +263,44 @@ def test_what_waits_or_tells_time_asks_the_world():
     }
     assert len(files) > 100
     assert not found
+
+
+WAYS = {  # by its kind, what a wait is called on; `straggle/waits.py` says when each is the one to take
+    "a condition": {"wait": {"_wakes", "step_merged"}, "wait_for": {"_changed", "step_merged"}},
+    "an event that ends or wakes a thread": {"wait": {"_closing", "_stopping", "_wake", "_turn"}},
+    "a collective": {
+        "wait": {"work", "_work", "local", "all_gather()", "all_reduce()", "send()", "recv()"}
+        | {"channel", "_channel", "self", "_completion"}
+    },
+    "a device": {"wait": {"_device"}},
+    "an answer": {"result": {"_answer", "answer", "launched", "_launch()", "ahead", "submit()"}},
+    "draws of a pool, on the training thread": {"wait": {"draws"}},
+}
+
+
+def _receiver(node):
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name
+        case ast.Call(func=func):
+            return f"{_receiver(func)}()"
+    return ""
+
+
+def _waits_of(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            of, name = _receiver(node.func.value), node.func.attr
+            of_text = isinstance(node.func.value, ast.Constant) or of == "path"
+            if name in ("wait", "wait_for", "result") or (name == "join" and not of_text) or of == "world":
+                yield of, name
+
+
+def test_what_waits_waits_in_one_of_few_ways():
+    """Another loop that sleeps, or joins a thread without a limit, is one more place where a rank may wait for ever."""
+    files = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in OUTSIDE]
+    found = [(path, *own) for path in files if path.name not in ("world.py", "waits.py") for own in _waits_of(path)]
+    waits = [own for own in found if own[1] != "world" or own[2] in ("sleep", "pause")]
+    strange = [own for own in waits if not any(own[1] in ways.get(own[2], ()) for ways in WAYS.values())]
+    assert len(waits) > 40
+    assert not strange

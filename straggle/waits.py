@@ -1,0 +1,70 @@
+"""The ways to wait, which are few: whatever waits does it in one of these, so that its end is looked for in one place.
+
+| what is waited for | how |
+| --- | --- |
+| what another thread of this process says, under a lock | `world.Condition`, notified by whoever says it |
+| what nobody says: a key in the store, a peer's sign, a thread's end | `until`, which looks now and then |
+| the next turn of a thread that acts now and then | the event that ends or wakes it: ``closing.wait(every_s)`` |
+| threads that end | `end_of`, for a while |
+| collectives | `is_over` and its like in `merge/wire/groups.py`, and the channel's ``wait`` |
+| the next request, or its answer | the queue and the futures of `merge/wire/store.py` |
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from straggle import world
+
+Found = TypeVar("Found")
+
+
+def until(
+    found: Callable[[], Found],
+    *,
+    every_s: float,
+    most_s: float = 0.0,
+    limit_s: float = math.inf,
+    clock: Callable[[], float] = world.clock,
+    pause: Callable[[float], object] = world.pause,
+) -> Found:
+    """Call ``found()`` every ``every_s`` seconds, for ``limit_s`` at most; its last answer, true if it found something.
+
+    ``most_s``: if it is longer, each pause is twice the last one, up to so long. ``pause(seconds)`` passes the time:
+    the ``wait`` of an event ends it sooner. Without a limit, ``found()`` itself raises, or answers, when there is
+    nothing to wait for any more.
+    """
+    ends_at = clock() + limit_s
+    while not (answer := found()) and clock() < ends_at:
+        pause(every_s)
+        every_s = max(every_s, min(2 * every_s, most_s))
+    return answer
+
+
+class NowAndThen:
+    """Whether something is due that is done every ``every_s`` seconds, the first time at once or ``after_s`` later."""
+
+    def __init__(self, every_s: float, *, after_s: float = 0.0) -> None:
+        self._every_s, self._due_at = every_s, world.monotonic() + after_s
+
+    def is_due(self) -> bool:
+        """Whether it is; whoever asks does it then."""
+        if (now := world.monotonic()) < self._due_at:
+            return False
+        self._due_at = now + self._every_s
+        return True
+
+
+def end_of(threads: Iterable[world.Thread], limit_s: float) -> bool:
+    """Wait until these threads have ended, for ``limit_s`` in all; returns whether they have.
+
+    The caller's own, and those that were not started, are not waited for: a finalizer may run on any thread.
+    """
+    ends_at, own = world.monotonic() + limit_s, threading.current_thread()
+    others = [thread for thread in threads if thread is not own and thread.is_alive()]
+    for thread in others:
+        thread.join(max(0.0, ends_at - world.monotonic()))
+    return not any(thread.is_alive() for thread in others)
