@@ -58,13 +58,13 @@ class NowAndThen:
         return True
 
 
-def end_of(threads: Iterable[world.Thread], limit_s: float) -> bool:
-    """Wait until these threads have ended, for ``limit_s`` in all; returns whether they have.
+def end_of(threads: Iterable[world.Thread], limit_s: float = math.inf) -> bool:
+    """Wait until these threads have ended, for ``limit_s`` in all, if it is given; returns whether they have.
 
     The caller's own, and those that were not started, are not waited for: a finalizer may run on any thread.
     """
     ends_at, own = world.monotonic() + limit_s, threading.current_thread()
     others = [thread for thread in threads if thread is not own and thread.is_alive()]
     for thread in others:
-        thread.join(max(0.0, ends_at - world.monotonic()))
+        thread.join(None if ends_at == math.inf else max(0.0, ends_at - world.monotonic()))
     return not any(thread.is_alive() for thread in others)

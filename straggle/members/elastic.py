@@ -153,7 +153,7 @@ class ElasticChannel(Channel):
                     # in parallel: each group asks the store for one rank after the other
                     control = self.membership.spawn(make, "control")
                     make("data")
-                    end_of([control], math.inf)
+                    end_of([control])
             except (RuntimeError, OSError) as error:
                 self._note_unformed(view, error)
             finally:
