@@ -1,12 +1,18 @@
-"""Builds a wrapped model: the core, and the optional parts that its arguments ask for. The core knows none of these."""
+"""Builds a wrapped model: the core, and the optional parts that its arguments ask for. The core knows none of these.
+
+A part is loaded when a model that has it is built: `import straggle` costs a job nothing for what it does not use.
+"""
 
 from __future__ import annotations
 
 import math
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import nn
@@ -15,7 +21,6 @@ from torch.utils.hooks import RemovableHandle
 
 from straggle import world
 from straggle.backward.loop_hooks import CallBracket
-from straggle.links.job_pings import JobPings
 from straggle.loop.drops import DropLog, Names
 from straggle.loop.hook_registers import HookRegisters
 from straggle.loop.model_parts import ModelParts, Options, make_alike, model_parts, rank_parts
@@ -23,11 +28,6 @@ from straggle.loop.optimizer_steps import OptimizerSteps
 from straggle.loop.plans import Planning, Replanning
 from straggle.loop.step_warnings import StepWarnings
 from straggle.loop.uneven import Joins
-from straggle.members.elastic import ElasticChannel
-from straggle.members.hooks import MembersHooks
-from straggle.members.meeting import meet_members
-from straggle.members.view import Elastic
-from straggle.members.wing import Members
 from straggle.merge.alike import Wrapped
 from straggle.merge.late.replica import Replica
 from straggle.merge.phases import Phase, when_left
@@ -38,12 +38,41 @@ from straggle.merge.state.module_state import ModuleState
 from straggle.merge.wing import Wings
 from straggle.merge.wire.channel import Channel
 from straggle.merge.wire.groups import OWN_GROUP
-from straggle.pools.pulling import Pulling
-from straggle.replay.wing import Replay
 from straggle.report import MembersReport
 from straggle.source.replicated import ReplicatedSource
-from straggle.stuck.collectives import called_in
-from straggle.stuck.wing import StuckWatch
+
+if TYPE_CHECKING:
+    from straggle.links.job_pings import JobPings
+    from straggle.members.view import Elastic
+    from straggle.members.wing import Members
+    from straggle.pools.pulling import Pulling
+    from straggle.replay.wing import Replay
+    from straggle.stuck.wing import StuckWatch
+
+_OPTIONAL = "links.job_pings", "members.meeting", "members.wing", "pools.pulling", "replay.wing", "stuck.wing"
+
+
+def load_optional_parts() -> None:
+    """Load all of them now: in a process that workers are forked from, or in which ranks are threads."""
+    for name in _OPTIONAL:
+        import_module(f"straggle.{name}")
+
+
+class MembersHooks:
+    """What a user has registered for changes of one model's members; a copy of it has none.
+
+    ``last_report``: what the hooks were called with last.
+    """
+
+    def __init__(self) -> None:
+        self.register: OrderedDict[int, Callable[[MembersReport], None]] = OrderedDict()
+        self.last_report: MembersReport | None = None
+
+    def changed(self, report: MembersReport) -> None:
+        """Call the hooks: members have left or joined. Runs on the thread that follows the members."""
+        self.last_report = report
+        for hook in tuple(self.register.values()):
+            hook(report)
 
 
 @dataclass(frozen=True)
@@ -114,6 +143,10 @@ def build(
 
     Raises ``ValueError`` on all ranks for a module or options that cannot be, ``RuntimeError`` without a process group.
     """
+    from straggle.pools.pulling import Pulling
+    from straggle.replay.wing import Replay
+    from straggle.stuck.wing import StuckWatch
+
     if members is not None and options.own_group:
         raise ValueError("members=Elastic() is for all ranks of the job: leave process_group out")
     wrapped = options.wrapped(module, wrapper)
@@ -126,7 +159,7 @@ def build(
         channel.widen()
     state = ModuleState(module, options.merge.buffers, channel.rank, source.slots[0].device)
     rank = rank_parts(module, options, source, channel, replica, state)
-    member = Members(rank, channel) if isinstance(channel, ElasticChannel) else None
+    member = None if members is None else _members(rank)
     stuck = StuckWatch(rank, registers, options.late_handling.stuck_after_s)
     pings = None
     if measures:
@@ -141,7 +174,17 @@ def build(
     return built
 
 
+def _members(rank: RankParts) -> Members:
+    from straggle.members.elastic import ElasticChannel
+    from straggle.members.wing import Members
+
+    assert isinstance(rank.channel, ElasticChannel)
+    return Members(rank, rank.channel)
+
+
 def _pings(rank: RankParts, members: Members | None, *, merged_bytes: int) -> JobPings:
+    from straggle.links.job_pings import JobPings
+
     return JobPings(
         rank,
         merged_bytes=merged_bytes,
@@ -164,6 +207,8 @@ def _with_the_loop(
     module: nn.Module, parts: ModelParts, wings: OptionalParts, registers: HookRegisters, drops: DropLog | None
 ) -> Built:
     """What the loop around a step needs beside it."""
+    from straggle.stuck.collectives import called_in
+
     options, channel, coordinator = parts.options, parts.channel, parts.coordinator
     drops_nonfinite = options.merge.nonfinite == "drop"
     steps = OptimizerSteps(parts.source.all, parts.opened, drops_nonfinite=drops_nonfinite)
@@ -226,6 +271,8 @@ def _meet(
         channel = Channel(process_group, give_up_s=give_up_s)
         make_alike(module, wrapped, channel)
         return channel
+    from straggle.members.meeting import meet_members
+
     return meet_members(members, wrapped, partial(make_alike, module, wrapped), give_up_s=give_up_s)
 
 
@@ -256,6 +303,8 @@ def _meet_replica(
         channel = Channel(copies, give_up_s=give_up_s, names=world.dist.get_process_group_ranks(copies))
         make_alike(module, wrapped, channel)
     else:
+        from straggle.members.meeting import meet_members
+
         assert members is not None
         alike = partial(make_alike, module, wrapped)
         channel = meet_members(members, wrapped, alike, give_up_s=give_up_s, of_replica=inside)

@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -19,12 +19,10 @@ from straggle import world
 from straggle.backward.loop_hooks import begin_scalers
 from straggle.backward.stages import BalancedByTime
 from straggle.backward.step_in_parts import check_steps_in_parts
-from straggle.building import build, check_mesh
+from straggle.building import MembersHooks, build, check_mesh
 from straggle.loop.hook_registers import HookRegisters, add_hook
 from straggle.loop.model_parts import Options
 from straggle.loop.uneven import own_passes
-from straggle.members.hooks import MembersHooks
-from straggle.members.view import Elastic
 from straggle.merge.checks import (
     CLIP_AFTER_THE_BLOCK,
     CLIP_BEFORE_THE_STEP,
@@ -45,11 +43,13 @@ from straggle.merge.saved_state import SavedState, SharedState
 from straggle.policies.deadline import Deadline, LateHandling, as_deadline
 from straggle.policies.estimators import Abstain, Estimator
 from straggle.policies.history import History
-from straggle.replay.decision import Decision, Recording
-from straggle.replay.wing import decision_of
 from straggle.report import HealingReport, MembersReport, StepReport, StuckReport
 from straggle.source.source import named_tensors
 from straggle.step import Pause, Step
+
+if TYPE_CHECKING:
+    from straggle.members.view import Elastic
+    from straggle.replay.decision import Decision, Recording
 
 _log = logging.getLogger(__name__)
 
@@ -405,6 +405,8 @@ class StagedDataParallel(nn.Module):
     @property
     def last_decision(self) -> Decision | None:
         """This rank's decisions in its last step; recorded for each step, they make the run repeatable (`replay`)."""
+        from straggle.replay.wing import decision_of
+
         return None if self._last.merged is None else decision_of(self._open, self._last.merged)
 
     def replay(self, recording: Recording) -> None:

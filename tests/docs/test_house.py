@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import json
 import re
 import runpy
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -122,3 +126,53 @@ def test_readme_of_a_package_lists_its_modules(package: str) -> None:
 def test_package_passes_no_names_on_but_straggle_itself(path: Path) -> None:
     body = ast.parse(path.read_text()).body
     assert path.parent == ROOT or all(isinstance(node, ast.Expr) for node in body)
+
+
+# -- what a job loads
+
+_LOADED = """
+import json, sys, straggle
+{}
+own = {{name: module.__file__ for name, module in sys.modules.items() if name.split(".")[0] == "straggle"}}
+print(json.dumps({{name: open(path).read().count(chr(10)) for name, path in own.items()}}))
+"""
+_OPTIONAL = {"members", "links", "pools", "replay", "stuck", "data", "observe", "integrations", "advise", "lab"}
+
+
+def loaded_by(statement: str) -> dict[str, int]:
+    """The modules of this package that are loaded then in a new process, with their lines."""
+    done = subprocess.run([sys.executable, "-c", _LOADED.format(statement)], capture_output=True, text=True, check=True)
+    loaded: dict[str, int] = json.loads(done.stdout)
+    return loaded
+
+
+@pytest.mark.parametrize(
+    ("statement", "most_files", "most_lines"),
+    [("", 10, 1_000), ("straggle.StagedDataParallel", 100, 17_500)],  # lower them when less is loaded
+)
+def test_what_is_loaded_before_a_model_is_wrapped_has_no_optional_part(
+    statement: str, most_files: int, most_lines: int
+) -> None:
+    loaded = loaded_by(statement)
+    assert [name for name in loaded if name.split(".")[1:2] and name.split(".")[1] in _OPTIONAL] == []
+    assert len(loaded) <= most_files
+    assert sum(loaded.values()) <= most_lines
+
+
+def test_public_names_are_where_the_package_looks_for_them() -> None:
+    imported = {
+        alias.name: node.module
+        for node in ast.walk(ast.parse((ROOT / "__init__.py").read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("straggle.")
+        for alias in node.names
+        if alias.name != "__version__"
+    }
+    assert sorted(imported) == sorted(straggle.__all__)
+    assert set(straggle.__all__) <= set(dir(straggle))
+    for name, module in imported.items():  # what a type checker sees is what there is
+        assert getattr(straggle, name) is getattr(importlib.import_module(module), name)
+
+
+def test_name_that_the_package_has_not_is_an_error_with_the_name() -> None:
+    with pytest.raises(AttributeError, match="module 'straggle' has no attribute 'StagedDataParalel'"):
+        straggle.StagedDataParalel  # type: ignore[attr-defined]  # noqa: B018

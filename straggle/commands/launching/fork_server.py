@@ -39,7 +39,9 @@ def preload(modules: Sequence[str]) -> None:
     """Load these modules; raises ``CannotFork`` with what to do."""
     for name in modules:
         try:
-            importlib.import_module(name)
+            module = importlib.import_module(name)
+            for public in getattr(module, "__all__", ()):  # which some modules load when they are first asked for
+                getattr(module, public, None)
         except Exception as error:
             if not (isinstance(error, ModuleNotFoundError) and error.name == name):
                 traceback.print_exc()
@@ -48,6 +50,8 @@ def preload(modules: Sequence[str]) -> None:
             raise CannotFork(
                 f"{name} starts threads ({', '.join(started)}), which no fork has: leave it to the workers"
             )
+    if "straggle" in sys.modules:
+        importlib.import_module("straggle.building").load_optional_parts()
     torch: Any = sys.modules.get("torch")
     if torch is not None:
         importlib.import_module("torch._dynamo")  # as the first optimizer does, for half of torch's time

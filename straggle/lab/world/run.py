@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from straggle import world
+from straggle.building import load_optional_parts
 from straggle.lab.world.groups import Distributed, Network
 from straggle.lab.world.scheduler import Broken, Ended, Scheduler, Thread
 from straggle.lab.world.store import Server
@@ -150,6 +151,7 @@ def run_world(
     for fault in faults:
         if not 0 <= (of := getattr(fault, "rank", 0)) < ranks:
             raise ValueError(f"{fault}: there is no rank {of} of {ranks}")
+    load_optional_parts()  # a rank that loaded one later would hold Python's lock of imports where threads take turns
     scheduler = Scheduler(seed, longest_s)
     server = Server(scheduler)
     network = Network(scheduler, server, ranks)
