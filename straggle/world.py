@@ -27,11 +27,13 @@ Condition = threading.Condition
 Event = threading.Event
 Thread = threading.Thread
 Future = futures.Future
+Executor = futures.ThreadPoolExecutor
 finalize = weakref.finalize
 
 __all__ = [
     "Condition",
     "Event",
+    "Executor",
     "Future",
     "Lock",
     "OfProcess",

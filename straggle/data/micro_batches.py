@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from functools import partial
 from typing import Any, final, overload
 
 import torch.multiprocessing
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
+from straggle import world
 from straggle.policies.deadline import check_count
 
 
@@ -49,7 +49,7 @@ class MicroBatches:
         check_count("num_workers", num_workers)
         self._size, self._num_workers = size, num_workers
         self._load: Callable[[list[int]], Any] = _Loader(dataset, collate)
-        self._ahead: Executor = ThreadPoolExecutor(1, thread_name_prefix="straggle-micro-batches")
+        self._ahead: Executor = world.Executor(1, thread_name_prefix="straggle-micro-batches")
         if num_workers:
             # tensors come back in shared memory, by torch's own context
             self._ahead = ProcessPoolExecutor(
@@ -57,7 +57,7 @@ class MicroBatches:
             )
             self._ahead.submit(_load_in_worker, []).exception()  # forked now, while there are few threads
             self._load = partial(_wait_for_worker, self._ahead)
-        self._finalizer = weakref.finalize(self, self._ahead.shutdown, wait=False, cancel_futures=True)
+        self._finalizer = world.finalize(self, self._ahead.shutdown, wait=False, cancel_futures=True)
 
     def of(self, numbers: Iterable[int]) -> StepBatches:
         """A step's micro-batches: its samples by number, in their order. The last one may be smaller."""

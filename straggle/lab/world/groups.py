@@ -1,4 +1,4 @@
-"""Process groups in a simulated world: what `torch.distributed` and gloo give straggle, between threads.
+"""Process groups in a simulated world: what gloo gives `torch.distributed` and straggle, between threads.
 
 A collective is over when all ranks of its group have begun it and each link has had its delay. What a rank gives is
 read as late as gloo may, when all have begun, and what it gets is written when it is over there: buffers that are used
@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import reduce
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from straggle.lab.world.scheduler import Scheduler, Thread
-from straggle.lab.world.store import PrefixStore, Server, Store
+from straggle.lab.world.store import PrefixStore, Server
 
 LOST = "Connection closed by peer"
 LATE = "Timed out waiting for recv operation to complete"
@@ -107,36 +109,38 @@ class Meeting:
         return operation
 
 
+@dataclass(frozen=True)
+class Kind:
+    """Which collective it is: ``of`` must be the same on all ranks.
+
+    ``join`` gives what comes of all ranks' tensors, in order of their places, and ``take`` what a place gets of it.
+    """
+
+    of: Hashable
+    join: Callable[[list[list[Tensor]]], Any]
+    take: Callable[[Any, int], Sequence[Tensor]]
+
+
 class Operation:
     """One collective of a group, and what each rank has given it."""
 
     def __init__(self, meeting: Meeting, kind: Hashable) -> None:
         self.kind = kind
         self._meeting = meeting
-        self._given: dict[int, tuple[Work, list[Tensor]]] = {}
+        self._given: dict[int, tuple[Work, Sequence[Tensor]]] = {}
 
-    def begin(
-        self,
-        rank: int,
-        given: list[Tensor],
-        written: list[Tensor],
-        result: Callable[[list[list[Tensor]]], list[Tensor]],
-        limit_s: float,
-    ) -> Work:
-        """A rank begins it: it gives these, and has the result in those when it is over."""
-        meeting, world = self._meeting, self._meeting.network.world
-        work = Work(world, written)
+    def begin(self, rank: int, kind: Kind, given: Sequence[Tensor], work: Work) -> None:
+        """A rank gives these to it, and has the result in what ``work`` writes when it is over."""
+        meeting = self._meeting
         self._given[rank] = work, given
-        world.after(limit_s, lambda: work.end(LATE))
         if meeting.is_lost:
             work.end(LOST)
         elif len(self._given) == meeting.size:
-            parts = [[tensor.detach().clone() for tensor in self._given[rank][1]] for rank in meeting.ranks_in_order]
-            merged = result(parts)
-            everybody = tuple(self._given)
-            for other, _ in self._given.values():
-                meeting.network.send(everybody, lambda other=other: other.end("", merged))  # type: ignore[misc]
-        return work
+            everybody = meeting.ranks_in_order
+            joined = kind.join([[tensor.detach().clone() for tensor in self._given[own][1]] for own in everybody])
+            for place, own in enumerate(everybody):
+                ends, result = self._given[own][0].end, kind.take(joined, place)
+                meeting.network.send(everybody, lambda ends=ends, result=result: ends("", result))  # type: ignore[misc]
 
     def fail(self, why: str) -> None:
         """It never ends on those ranks where it has not."""
@@ -171,23 +175,31 @@ class Letter:
             work.end(why)
 
 
-class Work:
+class Work(dist.Work):
     """A collective that this rank has begun."""
 
-    def __init__(self, world: Scheduler, written: list[Tensor]) -> None:
+    def __init__(self, world: Scheduler, written: Sequence[Tensor]) -> None:
+        super().__init__()
         self._world, self._written = world, written
-        self._is_over, self._error = False, ""
+        self._is_over, self.error = False, ""
         self._waiters: list[Thread] = []
+        self._then: list[Callable[[], None]] = []
 
     def end(self, error: str, result: Sequence[Tensor] = ()) -> None:
         """It is over."""
         if self._is_over:
             return
-        self._is_over, self._error = True, error
+        self._is_over, self.error = True, error
         with torch.no_grad():
             for to, merged in zip(self._written, result, strict=False):
                 to.copy_(merged)
         self._world.wake(self._waiters)
+        for call in self._then:
+            call()
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Call it when this is over; it is not yet."""
+        self._then.append(call)
 
     def is_completed(self) -> bool:
         """Whether it is over; without a switch, as finalizers ask it."""
@@ -201,50 +213,153 @@ class Work:
             self._world.wait(self._waiters, timeout.total_seconds() or None)
         if not self._is_over:
             raise RuntimeError("[Gloo] Timed out: the work is not over")
-        if self._error:
-            raise RuntimeError(f"[Gloo] {self._error}")
+        if self.error:
+            raise RuntimeError(f"[Gloo] {self.error}")
         return True
 
 
-class Group:
-    """One rank's end of a group, with gloo's methods."""
+_ProcessGroup: Any = dist.ProcessGroup  # whose methods have other arguments in each version of torch
 
-    def __init__(self, network: Network, name: str, place: int, size: int, form_s: float) -> None:
+
+class Group(_ProcessGroup):  # type: ignore[misc]
+    """One rank's end of a group, with gloo's methods. ``connects``: it waits here for all others."""
+
+    _device_types = [torch.device("cpu")]  # noqa: RUF012
+
+    def __init__(
+        self, network: Network, name: str, place: int, size: int, form_s: float, *, connects: bool = True
+    ) -> None:
+        super().__init__(place, size)
         self._world, self._rank = network.world, network.world.current.rank
-        self.group_name, self.group_desc = name, "straggle"
-        self._place, self._number, self._limit_s = place, 0, form_s
+        self._place, self._number = place, 0
+        self.options = SimpleNamespace(_timeout=timedelta(seconds=form_s))
         self._letters: dict[Hashable, int] = {}
+        self._begun: list[Work] = []  # that are not over
         self._meeting = meeting = network.meetings.setdefault(name, Meeting(network, name, size))
         meeting.ranks[self._rank] = place
-        until = self._world.now + form_s
         self._world.wake(meeting.waiters)
-        while len(meeting.ranks) < size and not meeting.is_lost and self._world.now < until:
+        if connects:
+            self._connect(form_s)
+
+    def _connect(self, form_s: float) -> None:
+        meeting, until = self._meeting, self._world.now + form_s
+        while len(meeting.ranks) < meeting.size and not meeting.is_lost and self._world.now < until:
             self._world.wait(meeting.waiters, until - self._world.now)
-        if len(meeting.ranks) < size or meeting.is_lost:
-            raise RuntimeError(f"[Gloo] Gloo connectFullMesh failed with timed out connecting in {name}")
+        if len(meeting.ranks) < meeting.size or meeting.is_lost:
+            raise RuntimeError(f"[Gloo] Gloo connectFullMesh failed with timed out connecting in {meeting.name}")
+
+    # -- what torch asks of a group
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    @property
+    def group_name(self) -> str:
+        """As torch numbers them."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """What it is for."""
+        return self._description
+
+    def _get_backend(self, _device: Any) -> Group:
+        return self
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Collectives are compared by their places here."""
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
-        self._limit_s = timeout.total_seconds()
+        self.options._timeout = timeout
 
-    def allreduce(self, tensors: list[Tensor]) -> Work:
-        """Sum, in place."""
-        shape = ("all_reduce", tuple(tensors[0].shape), tensors[0].dtype)
-        return self._begin(shape, tensors, tensors, lambda parts: [_sum([part[0] for part in parts])])
+    set_timeout = _set_default_timeout
 
-    def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor]) -> Work:
+    def abort(self) -> None:
+        """gloo has none."""
+
+    def shutdown(self) -> None:
+        """Nothing is to be freed."""
+
+    # -- collectives
+
+    def allreduce(self, tensors: list[Tensor], options: Any = None) -> Work:
+        """Of all ranks, in place."""
+        kind = _reduction("all_reduce", options, tensors)
+        return self._begin(Kind(kind.of, kind.join, lambda merged, _: merged), tensors, tensors)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: list[Tensor], options: Any = None) -> Work:
+        """Of all ranks, on one."""
+        kind, root = _reduction("reduce", options, tensors), options.rootRank
+        return self._begin(Kind(kind.of, kind.join, lambda merged, at: merged if at == root else ()), tensors, tensors)
+
+    def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], _options: Any = None) -> Work:
         """All of them, in order of the places."""
-        shape = ("all_gather", tuple(tensors[0].shape), tensors[0].dtype)
-        return self._begin(shape, tensors, outputs[0], lambda parts: [part[0] for part in parts])
+        kind = Kind(_of("all_gather", tensors), lambda parts: [part[0] for part in parts], _whole)
+        return self._begin(kind, tensors, outputs[0])
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, options: Any = None) -> Work:
+        """The same into one tensor."""
+        return self.allgather([list(output.chunk(self.size()))], [tensor], options)
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], tensors: list[Tensor], options: Any = None) -> Work:
+        """The same of several tensors."""
+        works = [self.all_gather_single(*pair, options) for pair in zip(outputs, tensors, strict=True)]
+        return self._all_of(works)
+
+    def reduce_scatter(self, outputs: list[Tensor], parts: list[list[Tensor]], options: Any = None) -> Work:
+        """Each place has the sum of what is for it."""
+        kind = _reduction("reduce_scatter", options, parts[0])
+        return self._begin(Kind(kind.of, kind.join, lambda merged, at: [merged[at]]), parts[0], outputs)
+
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, options: Any = None) -> Work:
+        """The same of one tensor."""
+        return self.reduce_scatter([output], [list(tensor.chunk(self.size()))], options)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], tensors: list[Tensor], options: Any = None
+    ) -> Work:
+        """The same of several tensors."""
+        works = [self.reduce_scatter_single(*pair, options) for pair in zip(outputs, tensors, strict=True)]
+        return self._all_of(works)
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> Work:
         """That of one."""
-        source = options.rootRank
-        shape = ("broadcast", tuple(tensors[0].shape), tensors[0].dtype, source)
-        return self._begin(shape, tensors, tensors, lambda parts: [parts[source][0]])
+        root = options.rootRank
+        return self._begin(Kind(_of("broadcast", tensors, root), lambda parts: parts[root], _whole), tensors, tensors)
 
-    def barrier(self) -> Work:
-        """Wait for all."""
-        return self._begin(("barrier",), [], [], lambda _: [])
+    def gather(self, outputs: list[list[Tensor]], tensors: list[Tensor], options: Any) -> Work:
+        """All of them, on one."""
+        kind = Kind(_of("gather", tensors, options.rootRank), lambda parts: [part[0] for part in parts], _whole)
+        return self._begin(kind, tensors, outputs[0] if outputs else [])
+
+    def scatter(self, outputs: list[Tensor], parts: list[list[Tensor]], options: Any) -> Work:
+        """Each place has what one gives for it."""
+        root = options.rootRank
+        kind = Kind(_of("scatter", outputs, root), lambda given: given[root], lambda given, at: [given[at]])
+        return self._begin(kind, parts[0] if parts else [], outputs)
+
+    def all_to_all_single(
+        self, output: Tensor, tensor: Tensor, to: list[int] | None, of: list[int] | None, _options: Any = None
+    ) -> Work:
+        """Each place has what all others give for it; ``to`` and ``of``: rows of each in output and input."""
+        given = torch.split(tensor, of) if of else tensor.chunk(self.size())
+        written = torch.split(output, to) if to else output.chunk(self.size())
+        kind = Kind(("all_to_all", tensor.dtype), lambda parts: parts, lambda parts, at: [part[at] for part in parts])
+        return self._begin(kind, given, written)
+
+    # as older versions of torch name them
+    _allgather_base, allgather_into_tensor_coalesced = all_gather_single, all_gather_single_coalesced
+    _reduce_scatter_base, reduce_scatter_tensor_coalesced = reduce_scatter_single, reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    def barrier(self, _options: Any = None, **_: Any) -> Work:
+        """Ends when all that was begun before is over, on all ranks: a rank comes to it when its own is."""
+        return self._begin(Kind(("barrier",), lambda _: (), _whole), (), (), after=self._not_over())
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
         """To the rank at this place; over when it has come."""
@@ -254,6 +369,10 @@ class Group:
         """From the rank at this place."""
         return self._letter(source, self._place, tag).begin(self._rank, [], tensors, self._limit_s)
 
+    @property
+    def _limit_s(self) -> float:
+        return float(self.options._timeout.total_seconds())
+
     def _letter(self, source: int, to: int, tag: int) -> Letter:
         self._world.switch()
         key = source, to, tag
@@ -261,12 +380,50 @@ class Group:
         return self._meeting.letters.setdefault((*key, number), Letter(self._meeting))
 
     def _begin(
-        self, kind: Hashable, given: list[Tensor], written: list[Tensor], result: Callable[..., list[Tensor]]
+        self, kind: Kind, given: Sequence[Tensor], written: Sequence[Tensor], after: Sequence[Work] = ()
     ) -> Work:
         number, self._number = self._number, self._number + 1  # as the thread that is here began it, whoever is next
+        work = Work(self._world, written)
+        self._begun = [*self._not_over(), work]
         self._world.switch()
-        operation = self._meeting.operation(number, kind)
-        return operation.begin(self._rank, given, written, result, self._limit_s)
+        operation = self._meeting.operation(number, kind.of)
+        self._world.after(self._limit_s, lambda: work.end(LATE))
+        _when_over(after, work, lambda: operation.begin(self._rank, kind, given, work))
+        return work
+
+    def _not_over(self) -> list[Work]:
+        return [work for work in self._begun if not work.is_completed()]
+
+    def _all_of(self, works: list[Work]) -> Work:
+        for work in works[:-1]:
+            work.wait()
+        return works[-1]
+
+
+def _when_over(works: Sequence[Work], work: Work, call: Callable[[], None]) -> None:
+    """Call it when all ``works`` are over; if one failed, so does ``work``."""
+    left = [own for own in works if not own.is_completed()]
+    failed = [own.error for own in works if own.is_completed() and own.error]
+    if failed:
+        work.end(failed[0])
+    elif left:
+        left[0].then(lambda: _when_over(works, work, call))
+    else:
+        call()
+
+
+def _of(name: str, tensors: Sequence[Tensor], *more: Hashable) -> Hashable:
+    return (name, tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors), *more)
+
+
+def _whole(joined: Sequence[Tensor], _place: int) -> Sequence[Tensor]:
+    return joined
+
+
+def _reduction(name: str, options: Any, tensors: Sequence[Tensor]) -> Kind:
+    """The sum of each place's tensors, or what ``options`` say, as all have it."""
+    by = "SUM" if options is None else options.reduceOp.op.name
+    return Kind(_of(name, tensors, by), lambda parts: [_REDUCE[by](each) for each in zip(*parts, strict=True)], _whole)
 
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:
@@ -276,84 +433,29 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
     return total
 
 
-class Distributed:
-    """What straggle asks of `torch.distributed`, for ranks that are threads."""
-
-    def __init__(self, network: Network) -> None:
-        self._network, self._world = network, network.world
-        parent = SimpleNamespace(
-            _device_types=["cpu"],
-            _get_backend=lambda _: SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=1800))),
-        )
-        self.group = SimpleNamespace(WORLD=parent)
-        self._stores: dict[int, Store] = {}
-        self.PrefixStore, self.TCPStore, self.FileStore = PrefixStore, dist.TCPStore, dist.FileStore  # type: ignore[attr-defined]
-        self.BroadcastOptions, self.Backend = dist.BroadcastOptions, dist.Backend
-        self.distributed_c10d = SimpleNamespace(
-            _world=SimpleNamespace(pg_map={}),
-            _get_default_store=self._store,
-            _set_pg_timeout=lambda timeout, group: group._set_default_timeout(timeout),
-            _abort_process_group=lambda _: None,
-        )
-        self.ProcessGroupGloo = _gloo_of(network)
-
-    def _store(self) -> Store:
-        return self._stores.setdefault(self.get_rank(), Store(self._network.server))
-
-    def is_available(self) -> bool:
-        """It is."""
-        return True
-
-    def is_initialized(self) -> bool:
-        """It is."""
-        return True
-
-    def get_rank(self, _group: Any = None) -> int:
-        """That of the thread which asks."""
-        return self._world.current.rank
-
-    def get_world_size(self, _group: Any = None) -> int:
-        """All ranks."""
-        return self._network.num_ranks
-
-    def get_process_group_ranks(self, _group: Any) -> list[int]:
-        """All ranks."""
-        return list(range(self._network.num_ranks))
-
-    def get_backend_config(self, _group: Any) -> str:
-        """gloo."""
-        return "cpu:gloo"
-
-    def new_group(self, ranks: Sequence[int], timeout: timedelta, *_: Any, **__: Any) -> Group:
-        """A group of all these, which call this in the same order."""
-        rank = self.get_rank()
-        name = f"group {self._network.number((tuple(ranks), rank))} of {list(ranks)}"
-        return Group(self._network, name, list(ranks).index(rank), len(ranks), timeout.total_seconds())
-
-    def all_gather(self, tensors: list[Tensor], tensor: Tensor, *, group: Group, async_op: bool) -> Work:  # noqa: ARG002
-        """Begin it."""
-        return group.allgather([tensors], [tensor])
-
-    def broadcast(self, tensor: Tensor, *, group: Group, group_src: int, async_op: bool) -> Work:  # noqa: ARG002
-        """Begin it."""
-        return group.broadcast([tensor], SimpleNamespace(rootRank=group_src))
-
-    def barrier(self, group: Group, async_op: bool) -> Work:  # noqa: ARG002
-        """Begin it."""
-        return group.barrier()
-
-    def destroy_process_group(self, group: Group) -> None:
-        """Nothing is to be freed."""
+_REDUCE: dict[str, Callable[[Sequence[Tensor]], Tensor]] = {
+    "SUM": _sum,
+    "AVG": lambda tensors: _sum(tensors) / len(tensors),
+    "MAX": lambda tensors: reduce(torch.maximum, tensors),
+    "MIN": lambda tensors: reduce(torch.minimum, tensors),
+    "PRODUCT": lambda tensors: reduce(torch.mul, tensors),
+    "BAND": lambda tensors: reduce(torch.bitwise_and, tensors),
+    "BOR": lambda tensors: reduce(torch.bitwise_or, tensors),
+}
 
 
-def _gloo_of(network: Network) -> Any:
+def gloo_of(network: Network) -> Any:
     """What stands in the place of ``ProcessGroupGloo``."""
 
     class Gloo(Group):
         _Options = SimpleNamespace
 
-        def __init__(self, store: Any, place: int, size: int, options: Any) -> None:
-            super().__init__(network, _path(store), place, size, options._timeout.total_seconds())
+        def __init__(
+            self, store: Any, place: int, size: int, options: Any = None, *, timeout: timedelta | None = None
+        ) -> None:
+            form_s = (options._timeout if timeout is None else timeout).total_seconds()
+            is_default = dist.distributed_c10d._world.default_pg is None  # whose connections are made when needed
+            super().__init__(network, path_of(store), place, size, form_s, connects=not is_default)
 
         @staticmethod
         def create_device(**_: Any) -> str:
@@ -364,7 +466,8 @@ def _gloo_of(network: Network) -> Any:
     return Gloo
 
 
-def _path(store: Any) -> str:
+def path_of(store: Any) -> str:
+    """Where in the store: the prefixes."""
     parts = []
     while isinstance(store, PrefixStore):
         parts.append(store.prefix)

@@ -15,7 +15,8 @@ from torch import nn
 
 from straggle import world
 from straggle.building import load_optional_parts
-from straggle.lab.world.groups import Distributed, Network
+from straggle.lab.world import process, torch_distributed
+from straggle.lab.world.groups import Network
 from straggle.lab.world.scheduler import Broken, Ended, Scheduler, Thread
 from straggle.lab.world.store import Server
 from straggle.lab.world.threads import primitives
@@ -60,6 +61,7 @@ class Job:
     notes: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     results: dict[int, Any] = field(default_factory=dict)
     finalizers: dict[int, list[Any]] = field(default_factory=dict)  # by process
+    starts: dict[int, int] = field(default_factory=dict)  # how often each rank was started again
     num_processes: int = 0
     num_to_start: int = 0
 
@@ -99,7 +101,9 @@ class Job:
 
     def _run(self, number: int) -> None:
         process = self.training[number].process
+        start = self.starts[number] = self.starts.get(number, -1) + 1
         try:
+            torch_distributed.begin(self.network, number, start)
             self.results[number] = self.loop(Rank(number, self.size, self))
         except (Exception, SystemExit) as error:
             self.results[number] = error
@@ -153,13 +157,13 @@ def run_world(
             raise ValueError(f"{fault}: there is no rank {of} of {ranks}")
     load_optional_parts()  # a rank that loaded one later would hold Python's lock of imports where threads take turns
     scheduler = Scheduler(seed, longest_s)
+    scheduler.on_switch = process.RandomNumbers().switch
     server = Server(scheduler)
     network = Network(scheduler, server, ranks)
     own = primitives(scheduler)
     job = Job(scheduler, network, server, loop, ranks, own["Thread"], notes={number: [] for number in range(ranks)})
     others = {
         **own,
-        "dist": Distributed(network),
         "process": scheduler.process,
         "end_process": job.kill_self,
         "finalize": job.finalize,
@@ -178,7 +182,7 @@ def run_world(
     collects = gc.isenabled()
     gc.disable()  # or finalizers run on whichever thread is there
     try:
-        with world.enter(others):
+        with world.enter(others), process.entered(scheduler), torch_distributed.entered(network):
             for number in range(ranks):
                 job.start(number)
             for fault in faults:

@@ -110,6 +110,8 @@ class Scheduler:
         self._caller = threading.Semaphore(0)  # the thread that has called `run`
         self._broken: Broken | None = None
         self._is_ending = False
+        self._last = -1  # the process whose thread ran last; that of the caller at first
+        self.on_switch: Callable[[int, int], None] = lambda _before, _after: None  # between two processes
 
     # -- what threads of the world call
 
@@ -240,6 +242,7 @@ class Scheduler:
                     thread.turn.release()
                 if not self._caller.acquire(timeout=OUTSIDE_S / 10):  # it is outside of the world, and stays there
                     thread.is_over = True
+        self._let(-1)
 
     # -- inside
 
@@ -272,9 +275,16 @@ class Scheduler:
         chosen = self._current = None if self._broken is not None else self._choose()
         if chosen is None:
             self._caller.release()
-        elif chosen is not me:
+            return False
+        self._let(chosen.process)
+        if chosen is not me:
             chosen.turn.release()
-        return chosen is not None and chosen is me
+        return chosen is me
+
+    def _let(self, process: int) -> None:
+        if process != self._last:
+            self.on_switch(self._last, process)
+            self._last = process
 
     def _choose(self) -> Thread | None:
         """The thread whose turn it is; ``None`` if the world is over."""

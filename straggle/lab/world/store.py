@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from torch.distributed import DistStoreError
+import torch.distributed as dist
 
 from straggle.lab.world.scheduler import Scheduler, Thread
 
@@ -44,15 +44,21 @@ class Server:
         self.world.wake(self.waiters)
 
 
-class Store:
+class Store(dist.Store):  # type: ignore[name-defined, misc]
     """A connection to it, with what torch's stores have."""
 
     def __init__(self, server: Server, timeout: timedelta = timedelta(seconds=300)) -> None:
-        self.server, self.timeout = server, timeout
+        super().__init__()
+        self.server, self._timeout = server, timeout
+
+    @property
+    def timeout(self) -> timedelta:
+        """Of requests that wait for a key."""
+        return self._timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Of requests that wait for a key."""
-        self.timeout = timeout
+        """The same, from now on."""
+        self._timeout = timeout
 
     def clone(self) -> Store:
         """Another connection."""
@@ -101,7 +107,7 @@ class Store:
         until = self.server.world.now + (timeout or self.timeout).total_seconds()
         while not self.check(keys):
             if self.server.world.now >= until:
-                raise DistStoreError(f"wait timeout, keys: {', '.join(keys)}")
+                raise dist.DistStoreError(f"wait timeout, keys: {', '.join(keys)}")
             self.server.world.sleep(0.001)
 
     def _ask(self, request: Callable[[dict[str, bytes]], Answer]) -> Answer:
@@ -116,10 +122,11 @@ class Store:
         return answer
 
 
-class PrefixStore:
+class PrefixStore(dist.Store):  # type: ignore[name-defined, misc]
     """The part of a store whose keys begin so."""
 
     def __init__(self, prefix: str, store: Any) -> None:
+        super().__init__()
         self.prefix, self.underlying_store = prefix, store
 
     def _key(self, key: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent import futures
+from functools import partial
 from typing import Any
 
 from straggle.lab.world.scheduler import Scheduler, Thread
@@ -24,6 +25,9 @@ def primitives(world: Scheduler) -> dict[str, Any]:
             self._condition = Condition(world)  # type: ignore[assignment]
 
     return {
+        "Executor": lambda _max_workers, thread_name_prefix: Executor(
+            SimpleQueue(world), partial(OwnThread, name=thread_name_prefix), OwnFuture
+        ),
         "Lock": lambda: Lock(world),
         "Condition": lambda lock=None: Condition(world, lock),
         "Event": lambda: Event(world),
@@ -170,3 +174,42 @@ class SimpleQueue:
         while not self._items:
             self._world.wait(self._waiters)
         return self._items.popleft()
+
+    def clear(self) -> None:
+        """Forget those that nobody has."""
+        self._items.clear()
+
+
+class Executor:
+    """One thread that makes calls one after another, as a ``ThreadPoolExecutor`` of one does."""
+
+    def __init__(
+        self, calls: SimpleQueue, make_thread: Callable[..., Thread], make_future: Callable[[], futures.Future[Any]]
+    ) -> None:
+        self._calls, self._make_thread, self._make_future = calls, make_thread, make_future
+        self._thread: Thread | None = None
+
+    def submit(self, call: Callable[..., Any], *arguments: Any) -> futures.Future[Any]:
+        """Its result, when it has been made."""
+        future = self._make_future()
+        if self._thread is None:
+            self._thread = self._make_thread(target=self._run)
+            self._thread.start()
+        self._calls.put((future, call, arguments))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the thread when it has made all calls, or with ``cancel_futures`` this one."""
+        if cancel_futures:
+            self._calls.clear()
+        self._calls.put(None)
+        if wait and self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (asked := self._calls.get()) is not None:
+            future, call, arguments = asked
+            try:
+                future.set_result(call(*arguments))
+            except Exception as error:
+                future.set_exception(error)

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -218,7 +218,7 @@ class UnitVote:
         self._asked: tuple[Future[dist.Work], int] | None = None  # with these words, and at which place
         # torch keeps a record of each of the last 2,000 collectives, in memory of the thread that launches them: in the
         # training thread's, records of votes would lie between the units' gradients, and break it up
-        self._launcher = ThreadPoolExecutor(1, thread_name_prefix="straggle-votes")
+        self._launcher = world.Executor(1, thread_name_prefix="straggle-votes")
 
     def begin(self, step: int, *, stood_in: bool) -> None:
         """This step begins; if it is late, too, then because of whom its replica waited for in the one before."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -54,9 +53,15 @@ class StepRecord:
     slowest_ranks: tuple[int, ...] = ()
     scalars: Mapping[float, float] | None = None
 
-    @cached_property
+    @property
     def report(self) -> StepReport:
         """What happened in the step, on all ranks."""
+        # no cached_property: until Python 3.12 it has one lock for all records, and a name may be asked of the store
+        if (report := self.__dict__.get("_report")) is None:
+            report = self.__dict__["_report"] = self._built()
+        return report
+
+    def _built(self) -> StepReport:
         table, rows = self.table, self.table.rows.tolist()
         costs = self.usual_cost.relative_of(table.costs(), table.num_microbatches())
         ranks = enumerate(zip(rows, table.links(), costs, strict=True))

@@ -158,7 +158,7 @@ def test_what_must_never_be_breaks_the_world_with_each_threads_place(loop, words
 
 def _breaks(seed):
     try:
-        run_world(small, ranks=2, seed=seed, faults=[Stall(1, at_s=0.1, for_s=0.16)], longest_s=30.0)
+        run_world(small, ranks=2, seed=seed, faults=[Stall(1, at_s=0.1, for_s=0.163)], longest_s=30.0)
     except Broken:
         return True
     return False

@@ -1,0 +1,69 @@
+"""What is once in a process, for processes that are threads of one: random numbers, the clock, and who hears a log."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from straggle import world
+from straggle.lab.world.scheduler import Scheduler, Thread
+
+_CLOCKS = ("time", "monotonic", "perf_counter")
+
+
+class RandomNumbers:
+    """The state of torch's generator, of each process; all begin with that of the caller."""
+
+    def __init__(self) -> None:
+        self._first = torch.get_rng_state()
+        self._of: dict[int, torch.Tensor] = {}
+
+    def switch(self, before: int, after: int) -> None:
+        """A thread of another process runs from now on."""
+        self._of[before] = torch.get_rng_state()
+        torch.set_rng_state(self._of.get(after, self._first))
+
+
+def _in_world(own: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
+    """What threads of the world have in the place of ``real``."""
+
+    def chosen(*arguments: Any, **named: Any) -> Any:
+        call = own if isinstance(threading.current_thread(), Thread) else real
+        return call(*arguments, **named)
+
+    return chosen
+
+
+def _add_handler(logger: logging.Logger, handler: logging.Handler) -> None:
+    """A handler that a rank adds hears what is logged in its process alone."""
+    if isinstance(threading.current_thread(), Thread):
+        own = world.process()
+        handler.addFilter(lambda _: world.process() == own)
+    _real_add_handler(logger, handler)
+
+
+def _clock(scheduler: Scheduler) -> float:
+    scheduler.switch()  # so that a loop which reads it until some time passes that time
+    return scheduler.now
+
+
+_real_add_handler = logging.Logger.addHandler
+
+
+@contextmanager
+def entered(scheduler: Scheduler) -> Iterator[None]:
+    """In this block a loop's own ``time.sleep`` and clocks are those of the world, and each rank hears its own log."""
+    clocks: dict[str, Any] = {name: _in_world(partial(_clock, scheduler), getattr(time, name)) for name in _CLOCKS}
+    with (
+        patch.multiple(time, sleep=_in_world(scheduler.sleep, time.sleep), **clocks),
+        patch.object(logging.Logger, "addHandler", _add_handler),
+    ):
+        yield

@@ -1,0 +1,93 @@
+"""`torch.distributed` in a simulated world: torch's own code, whose groups and stores are the world's.
+
+What torch holds once in a process (the default group, all groups, their names) there is for each process of the world
+then. So a loop's own collectives, device meshes and FSDP2 run on ranks that are threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.distributed import device_mesh, distributed_c10d
+
+from straggle import world
+from straggle.lab.world.groups import Network, gloo_of
+from straggle.lab.world.scheduler import Thread
+from straggle.lab.world.store import PrefixStore, Store
+
+_HELD = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag", "pg_coalesce_state")
+
+
+class _Groups:
+    """What torch knows of the groups of one process: its ``_World``."""
+
+    def __init__(self) -> None:
+        self.default_pg: Any = None
+        self.group_count = 0
+        self.comms: list[Any] = []
+        for name in _HELD:
+            setattr(self, name, {})
+
+    @property
+    def pg_config_info(self) -> list[Any]:
+        """For torch's flight recorder, which there is none of."""
+        return []
+
+
+class _GroupsOfProcess:
+    """The same, of the process whose thread asks."""
+
+    def __init__(self, real: Any) -> None:
+        object.__setattr__(self, "_real", real)
+        object.__setattr__(self, "_own", world.OfProcess(_Groups))
+
+    def _here(self) -> Any:
+        return self._own.here if isinstance(threading.current_thread(), Thread) else self._real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._here(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._here(), name, value)
+
+
+def _backend_for_meshes(group: Any = None) -> str:
+    """So that meshes of two ranks are two, as caches of DTensor are told them apart by their threads."""
+    name = str(dist.get_backend(group))
+    return "threaded" if isinstance(threading.current_thread(), Thread) else name
+
+
+@contextmanager
+def entered(network: Network) -> Iterator[None]:
+    """In this block, threads of the world have this network's groups and stores from `torch.distributed`."""
+    gloo = gloo_of(network)
+    isolate: Any = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
+    own = {"ProcessGroupGloo": gloo, "PrefixStore": PrefixStore}
+    with (
+        patch.multiple(distributed_c10d, _world=_GroupsOfProcess(distributed_c10d._world), **own),
+        patch.multiple(dist, **own),
+        patch.object(device_mesh, "get_backend", _backend_for_meshes),
+    ):
+        isolate(True)
+        try:
+            yield
+        finally:
+            isolate(False)
+
+
+def begin(network: Network, rank: int, start: int, limit_s: float = 1800.0) -> None:
+    """``init_process_group`` of a process: ``start`` tells it from others that this rank had.
+
+    As with gloo's lazy connections, nobody waits for the others here.
+    """
+    corner = PrefixStore(f"default/{start}", Store(network.server))
+    dist.init_process_group(
+        "gloo", store=corner, rank=rank, world_size=network.num_ranks, timeout=timedelta(seconds=limit_s)
+    )
