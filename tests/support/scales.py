@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from straggle import LastMerged, MovingAverage, Zero
+from straggle import LastMerged, LastOwn, MovingAverage, OptimizerMomentum, Zero
 
 NUM_LAYERS = 9
 LAYERS = [f"layers.{number}" for number in range(NUM_LAYERS)]
@@ -18,20 +18,27 @@ TOLERANCE = 1e-4  # of sums in float32, relative
 
 
 class Scale(nn.Module):
-    def __init__(self):
+    def __init__(self, counts=False):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(()))
+        self.counts = counts
+        if counts:
+            self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+            self.register_buffer("mean", torch.zeros(2))
 
     def forward(self, h, factor):
+        if self.counts and math.isfinite(factor):
+            self.passes += 1
+            self.mean.mul_(0.5).add_(0.5 * factor)
         return h + self.weight * factor
 
 
 class Scales(nn.Module):
     """The gradient of each layer's weight is the factor that it was given."""
 
-    def __init__(self):
+    def __init__(self, *, counts=False):
         super().__init__()
-        self.layers = nn.ModuleList(Scale() for _ in range(NUM_LAYERS))
+        self.layers = nn.ModuleList(Scale(counts and number % 4 == 0) for number in range(NUM_LAYERS))
 
     def forward(self, factors):
         h = torch.zeros(())
@@ -64,7 +71,10 @@ class Expected:
 
     def __init__(self, plan, *, was_away=False):
         self._plan = plan
-        self._knows = not (was_away and isinstance(plan.estimator, MovingAverage))  # it has not seen what was averaged
+        unknown = isinstance(plan.estimator, (LastOwn, OptimizerMomentum))  # what a rank filled in is known to it alone
+        self._knows = not unknown and not (
+            was_away and isinstance(plan.estimator, MovingAverage)
+        )  # it has not seen what was averaged
         self._members, self._kept = None, {}
         self.num_left = 0  # stages with something of a rank that left in their step
 

@@ -7,7 +7,6 @@ after another. What fails is printed as a line of a test, as short as it can be 
 from __future__ import annotations
 
 import gc
-import itertools
 import logging
 import math
 import random
@@ -15,40 +14,40 @@ import sys
 import time
 import traceback
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from scales import LAYERS, NUM_LAYERS, TOLERANCE, Expected, Scales, at_random, factor_of, gradients_of
+from always import chained, notes_of, problems_in
+from scales import at_random
+from schedule_loop import Loop, OwnError
 
 from straggle import (
     Abstain,
     AutoDeadline,
+    DropBudget,
     Elastic,
     FirstK,
     FixedDeadline,
     JobDone,
     LastMerged,
+    LastOwn,
     LateHandling,
     Merge,
     MovingAverage,
+    OptimizerMomentum,
     PeerFailed,
     QuantileDeadline,
-    StagedDataParallel,
+    Shadow,
     Zero,
 )
 from straggle.backward import stages
-from straggle.lab.world.faults import Cut, Freeze, Kill, Stall, StoreAway
-from straggle.lab.world.run import Broken, Fault, Rank, Run, parameters_of, run_world
+from straggle.lab.world.faults import Clock, Cut, Freeze, Kill, Notice, Stall, StoreAway
+from straggle.lab.world.run import Broken, Fault, Run, run_world
 
-LAYER_S = 0.005  # forward, and as long backward
 LONGEST_S = 400.0
 DECAY = 0.5
-
-
-class OwnError(Exception):
-    """The loop's own code raises."""
 
 
 @dataclass(frozen=True)
@@ -78,45 +77,44 @@ class Schedule:
     slow: tuple[float, ...] = ()  # how many times as long each rank's layers take
     away: tuple[tuple[int, int, float], ...] = ()  # a rank, a step, and seconds before it that are no step's
     raises: tuple[int, int] | None = None  # a rank, and the step in which its code does
+    leaves: tuple[tuple[int, int], ...] = ()  # ranks, and steps whose block they leave before a pass
+    zero_every: int = 1  # steps until the loop zeros gradients
+    buffers: str = "none"  # the layers have some, which are merged so
+    grace_s: float | None = 0.02
+    suspect_s: float = 2.0
+    absence_gain: float = 1.1
     faults: tuple[Fault, ...] = ()
 
-    def options(self) -> dict[str, Any]:
+    def options(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """For the model."""
         deadlines = {
             "None": None,
             "Quantile": QuantileDeadline(0.6, slack=1.2),
             "Auto": AutoDeadline(),
             "FirstK": FirstK(2),
+            "Shadow": Shadow(QuantileDeadline(0.6, slack=1.2, warmup_steps=2)),
+            "DropBudget": DropBudget(FixedDeadline(0.08), 0.1, window=20),
         }
         estimators = {
             "Abstain": Abstain(),
             "Zero": Zero(),
             "LastMerged": LastMerged(0.5),
             "MovingAverage": MovingAverage(DECAY),
+            "LastOwn": LastOwn(0.5),
         }
         late = {"max_lag": self.max_lag, "granularity": self.granularity}
+        merge = {"check_every": self.check_every, "wire_dtype": self.wire_dtype}
         if self.quorum is not None:
             late["quorum"] = self.quorum
         deadline = deadlines[self.deadline] if self.deadline in deadlines else FixedDeadline(float(self.deadline))
         return {
             "deadline": deadline,
-            "estimator": estimators[self.estimator],
-            "late_handling": LateHandling(grace_s=0.02, **late),
-            "merge": Merge(check_every=self.check_every, wire_dtype=self.wire_dtype),
-            "members": Elastic(min_ranks=1) if self.members else None,
+            "estimator": estimators.get(self.estimator) or OptimizerMomentum(optimizer, 0.5),
+            "late_handling": LateHandling(grace_s=self.grace_s, **late),
+            "merge": Merge("mean" if self.buffers == "none" else self.buffers, **merge),
+            "members": Elastic(1, self.suspect_s, self.absence_gain) if self.members else None,
             "links": False,
         }
-
-
-@dataclass
-class _Plan:
-    """What `scales.Expected` asks of a job."""
-
-    estimator: Any
-    num_parts: int
-    num_microbatches: int
-    nan: float
-    tolerance: float = field(default=TOLERANCE)
 
 
 def draw(seed: int) -> Schedule:
@@ -154,9 +152,47 @@ def draw(seed: int) -> Schedule:
     if chance.random() < 0.15:
         schedule = replace(schedule, raises=(chance.randrange(ranks - 1), chance.randrange(steps)))
     length_s = steps * 0.1 * schedule.num_microbatches * max(1, schedule.num_parts / ranks)
-    return replace(
-        schedule, faults=tuple(_fault(chance, schedule, length_s) for _ in range(pick([0, 1, 1, 2, 2, 3, 5])))
+    faults = tuple(_fault(chance, schedule, length_s) for _ in range(pick([0, 1, 1, 2, 2, 3, 5])))
+    return _with_more(random.Random(f"more {seed}"), replace(schedule, faults=faults), length_s)
+
+
+def _with_more(chance: random.Random, schedule: Schedule, length_s: float) -> Schedule:
+    """What fewer schedules have: each of it in a few of them."""
+
+    def now_and_then(of_all: float, **given: Any) -> None:
+        nonlocal schedule
+        if chance.random() < of_all:
+            schedule = replace(schedule, **given)
+
+    pick, ranks = chance.choice, schedule.ranks
+    turns = tuple(
+        replace(fault, turns=chance.randrange(1, 200)) if hasattr(fault, "turns") and chance.random() < 0.5 else fault
+        for fault in schedule.faults
     )
+    now_and_then(0.9, faults=turns)
+    now_and_then(0.25, buffers=pick(["mean", "mean", "rank0"]))
+    if not schedule.members:  # a rank that comes back has none of the gradients that its peers kept
+        now_and_then(0.3, zero_every=pick([2, 3]))
+    now_and_then(0.15, quorum=pick([1, ranks - 1, ranks]))
+    now_and_then(0.05, max_lag=0)
+    now_and_then(0.15, deadline=pick(["Shadow", "DropBudget", "Auto", "FirstK"]))
+    now_and_then(0.1, estimator=pick(["LastOwn", "OptimizerMomentum"]), nan=pick([0.0, 0.05]))
+    now_and_then(0.15, grace_s=pick([None, 0.0, 0.1]))
+    now_and_then(0.15, suspect_s=pick([0.5, 1.0, 5.0]))
+    now_and_then(0.3, absence_gain=math.inf)
+    if not schedule.num_parts:
+        leaves = tuple((chance.randrange(ranks), chance.randrange(schedule.steps)) for _ in range(pick([1, 2, 4])))
+        now_and_then(0.15, leaves=leaves)
+    clocks = tuple(
+        Clock(rank, round(chance.uniform(0, 1e5), 3), 1 + chance.uniform(-1e-4, 1e-4)) for rank in range(ranks)
+    )
+    now_and_then(0.25, faults=schedule.faults + clocks)
+    at_s = round(chance.uniform(0.0, length_s), 3)
+    if schedule.members:
+        now_and_then(0.15, faults=(*schedule.faults, Notice(chance.randrange(ranks - 1), at_s)))
+        now_and_then(0.1, faults=(*schedule.faults, StoreAway(at_s, pick([0.05, 1.0, 4.0]), empties=True)))
+    now_and_then(0.02, steps=pick([60, 100, 150]))
+    return schedule
 
 
 def _fault(chance: random.Random, schedule: Schedule, length_s: float) -> Fault:
@@ -182,68 +218,6 @@ def _fault(chance: random.Random, schedule: Schedule, length_s: float) -> Fault:
     return pick(kinds)()
 
 
-def _batches(schedule: Schedule, rank: int, model: StagedDataParallel) -> Any:
-    """Without end."""
-    for epoch in itertools.count():
-        number = 2 + int(6 * at_random("batches", rank, epoch))
-        yield from model.join(range(number)) if schedule.joins else (None,)
-
-
-def loop(rank: Rank, schedule: Schedule) -> list[str]:
-    """Train; what was merged otherwise than the reports say."""
-    module, slow = Scales(), schedule.slow[rank.number] if schedule.slow else 1.0
-    for layer in module.layers:
-        layer.register_forward_pre_hook(lambda *_: rank.work(slow * LAYER_S))
-        layer.weight.register_hook(lambda _: rank.work(slow * LAYER_S))
-    options = schedule.options()
-    plan = _Plan(options["estimator"], schedule.num_parts, schedule.num_microbatches, schedule.nan)
-    if schedule.wire_dtype:
-        plan.tolerance = 0.02
-    model = StagedDataParallel(module, stages=LAYERS, **options)
-    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3, momentum=0.5)
-    step, expected, next_step = model.register_state(optimizer=optimizer), Expected(plan), 0
-    problems, was_in = list[str](), -2
-    try:
-        for _ in _batches(schedule, rank.number, model):
-            if step >= schedule.steps:
-                break
-            for other, at, seconds in schedule.away:
-                if (other, at) == (rank.number, step):
-                    rank.work(seconds)
-            with model.step(schedule.num_microbatches) as opened:
-                if schedule.raises == (rank.number, step):
-                    raise OwnError
-                if schedule.weighs and not schedule.num_parts:
-                    opened.weight = 1 + int(3 * at_random("weight", rank.number, step))
-                parts = opened.pull(range(schedule.num_parts)) if schedule.num_parts else range(plan.num_microbatches)
-                for part in parts:
-                    factors = [factor_of(plan, rank.number, step, part, layer) for layer in range(NUM_LAYERS)]
-                    (model(factors) / plan.num_microbatches).backward()
-            report, gradients = model.last_report, gradients_of(module)
-            assert report is not None
-            if not report.ranks[rank.number].absent:
-                if report.step == next_step:
-                    problems += expected.problems(report, gradients)
-                else:  # it was away, and has not seen all that was merged
-                    expected = Expected(plan, was_away=True)
-                expected.note(report, gradients)
-                next_step = report.step + 1
-            optimizer.step()
-            optimizer.zero_grad()
-            step = report.step + 1
-            if not report.ranks[rank.number].absent:
-                absent = [own.rank for own in report.ranks if own.absent]
-                # not its deadline in the first step after it was out: it merges that one before it has its peers' state
-                told = [repr(report.ranks)]
-                if report.step in (0, was_in + 1):
-                    told.append(f"a deadline of {report.deadline_s} s")
-                rank.note(step=report.step, parameters=parameters_of(module), told=told, absent=absent)
-                was_in = report.step
-    finally:
-        model.close()
-    return problems
-
-
 def run(schedule: Schedule) -> Run:
     """Run it. Raises `Broken`."""
     before = stages.BUCKET_BYTES
@@ -251,7 +225,7 @@ def run(schedule: Schedule) -> Run:
         stages.BUCKET_BYTES = 1
     try:
         return run_world(
-            lambda rank: loop(rank, schedule),
+            lambda rank: Loop(rank, schedule).run(),
             ranks=schedule.ranks,
             seed=schedule.seed,
             faults=schedule.faults,
@@ -283,7 +257,7 @@ def problems_of(schedule: Schedule) -> list[str]:
     parameters, told = dict[int, set[str]](), dict[tuple[int, int], set[str]]()
     may_be_out = {fault.rank for fault in schedule.faults if isinstance(fault, Cut | Freeze) and schedule.members}
     for rank, notes in done.notes.items():
-        for note, following in itertools.zip_longest(notes, notes[1:]):
+        for note, following in chained(notes):
             # a rank that is out may have merged a step that its peers make again without it: then it has no next one
             is_last = note["step"] == schedule.steps - 1 and rank not in may_be_out
             if is_last or (following and following["step"] == note["step"] + 1):
@@ -292,12 +266,12 @@ def problems_of(schedule: Schedule) -> list[str]:
                     told.setdefault((note["step"], number), set()).add(words)
     found += [f"step {step}: replicas differ" for step, own in sorted(parameters.items()) if len(own) > 1]
     found += [f"step {step}: reports differ: {own}" for (step, _), own in sorted(told.items()) if len(own) > 1]
-    lost = {rank for notes in done.notes.values() for note in notes for rank in note["absent"]}
+    lost = {rank for _, note in notes_of(done) for rank in note["absent"]}
     found += [f"rank {rank} was lost, to which nothing happened" for rank in sorted(lost & _unharmed(schedule))]
     if not fails:
-        most = max((note["step"] for notes in done.notes.values() for note in notes), default=-1)
+        most = max((note["step"] for _, note in notes_of(done)), default=-1)
         found += [f"the job ended after step {most} of {schedule.steps}"] * (most != schedule.steps - 1)
-    return found
+    return found + problems_in(schedule, done)
 
 
 def _unharmed(schedule: Schedule) -> set[int]:
@@ -305,6 +279,14 @@ def _unharmed(schedule: Schedule) -> set[int]:
     harmed = {getattr(fault, "rank", -1) for fault in schedule.faults} | {rank for rank, _, _ in schedule.away}
     harmed |= {rank for rank, slow in enumerate(schedule.slow) if slow > 1} | {(schedule.raises or (-1, 0))[0]}
     return set(range(schedule.ranks)) - harmed
+
+
+def _has_turns(fault: Any) -> bool:
+    return getattr(fault, "turns", 0) > 0
+
+
+def _with_fault(schedule: Schedule, number: int, fault: Any) -> Schedule:
+    return replace(schedule, faults=(*schedule.faults[:number], fault, *schedule.faults[number + 1 :]))
 
 
 def _place_of(error: object) -> str:
@@ -321,7 +303,11 @@ def shortened(schedule: Schedule, limit_s: float = 120.0) -> Schedule:
         fewer = [replace(own, faults=own.faults[:n] + own.faults[n + 1 :]) for n in range(len(own.faults))]
         fewer += [replace(own, away=own.away[:n] + own.away[n + 1 :]) for n in range(len(own.away))]
         names = ("estimator", "granularity", "wire_dtype", "num_microbatches", "num_parts", "weighs", "joins", "nan")
-        names += ("slow", "in_buckets", "check_every", "max_lag", "deadline", "raises")
+        names += ("slow", "in_buckets", "check_every", "max_lag", "deadline", "raises", "leaves", "zero_every")
+        names += ("buffers", "grace_s", "suspect_s", "absence_gain", "quorum")
+        fewer += [
+            _with_fault(own, n, replace(fault, turns=0)) for n, fault in enumerate(own.faults) if _has_turns(fault)
+        ]
         fewer += [replace(own, **{n: getattr(plain, n)}) for n in names if getattr(own, n) != getattr(plain, n)]
         if own.steps > 3:
             fewer.append(replace(own, steps=own.steps // 2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -44,7 +45,17 @@ class Rank:
 
     def note(self, **values: Any) -> None:
         """Keep these for whoever runs the world, with the time."""
-        self.job.notes[self.number].append({"at": world.monotonic(), **values})
+        self.job.notes[self.number].append({"at": self.now, **values})
+
+    @property
+    def now(self) -> float:
+        """The world's time, which no rank's clock need show."""
+        return self.job.scheduler.now
+
+    @property
+    def is_told(self) -> bool:
+        """Whether this rank's process was told to end soon."""
+        return self.job.training[self.number].process in self.job.told
 
 
 @dataclass
@@ -62,6 +73,7 @@ class Job:
     results: dict[int, Any] = field(default_factory=dict)
     finalizers: dict[int, list[Any]] = field(default_factory=dict)  # by process
     starts: dict[int, int] = field(default_factory=dict)  # how often each rank was started again
+    told: set[int] = field(default_factory=set)  # processes that were told to end soon
     num_processes: int = 0
     num_to_start: int = 0
 
@@ -86,6 +98,10 @@ class Job:
         """The same of the process that calls this."""
         self.kill(self.scheduler.current.rank)
         self.scheduler.check()
+
+    def at(self, when: float, rank: int, turns: int, call: Callable[[], None]) -> None:
+        """Call it then, or so many turns of this rank's threads later: most turns are where threads and ranks meet."""
+        self.scheduler.at(when, lambda: self.scheduler.after_turns(rank, turns, call))
 
     @property
     def is_over(self) -> bool:
@@ -199,10 +215,10 @@ def run_world(
     return Run(found, job.notes, f"{scheduler.digest & (1 << 64) - 1:016x}", scheduler.now, scheduler.num_switches)
 
 
-def parameters_of(module: nn.Module) -> str:
-    """A fingerprint of all parameters: equal on two ranks if these are equal bit for bit."""
+def parameters_of(module: nn.Module, *, buffers: bool = False) -> str:
+    """A fingerprint of all parameters, and ``buffers``: equal on two ranks if these are equal bit for bit."""
     digest = hashlib.sha256()
-    for parameter in module.parameters():
+    for parameter in itertools.chain(module.parameters(), module.buffers() if buffers else ()):
         digest.update(parameter.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 

@@ -105,6 +105,9 @@ class Scheduler:
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._num_timers = 0
         self._current: Thread | None = None
+        self._last: Thread | None = None  # whose turn was the last one
+        self.clocks: dict[int, tuple[float, float]] = {}  # by rank, what its clock shows at 0, and seconds a second
+        self._counted: list[tuple[int, int, Callable[[], None]]] = []  # ranks, how many of their turns, and what then
         self._num_paused = 0  # of the reasons
         self._dead_seen = 0  # processes whose threads are no longer ready
         self._caller = threading.Semaphore(0)  # the thread that has called `run`
@@ -201,6 +204,20 @@ class Scheduler:
         """Call it so much later, between two threads' turns."""
         self.at(self.now + seconds, call)
 
+    def after_turns(self, rank: int, number: int, call: Callable[[], None]) -> None:
+        """Call it after so many turns of this rank's threads; with 0 at once."""
+        if number:
+            self._counted.append((rank, number, call))
+        else:
+            call()
+
+    def monotonic(self) -> float:
+        """What the clock of the rank whose thread asks shows."""
+        if not self.clocks or self._current is None:
+            return self.now
+        first, rate = self.clocks.get(self._current.rank, (0.0, 1.0))
+        return first + rate * self.now
+
     def broken(self, what: str) -> Broken:
         """The world ends here, with an error that says so; the caller raises it."""
         if self._broken is None:
@@ -272,7 +289,8 @@ class Scheduler:
 
     def _next(self, me: Thread | None = None) -> bool:
         """Choose a thread and let it run; true if it is ``me``, which calls this and goes on."""
-        chosen = self._current = None if self._broken is not None else self._choose()
+        chosen = None if self._broken is not None else self._choose()
+        self._current = self._last = chosen
         if chosen is None:
             self._caller.release()
             return False
@@ -289,6 +307,8 @@ class Scheduler:
     def _choose(self) -> Thread | None:
         """The thread whose turn it is; ``None`` if the world is over."""
         self.num_switches += 1
+        if self._counted:
+            self._count()
         self.now -= math.log(1.0 - self.random.random()) * SWITCH_S  # as expovariate does
         while not self._is_done():
             if ready := self._may_run():
@@ -300,6 +320,13 @@ class Scheduler:
                 return None
             self.now = max(self.now, self._timers[0][0])
         return None
+
+    def _count(self) -> None:
+        """A turn is over."""
+        last = -1 if self._last is None else self._last.rank
+        counted, self._counted = [(rank, left - (rank == last), call) for rank, left, call in self._counted], []
+        for rank, left, call in counted:
+            self.after_turns(rank, left, call)
 
     def _is_done(self) -> bool:
         """Let timers come that are due; whether the world is over, or broken."""

@@ -34,7 +34,7 @@ def primitives(world: Scheduler) -> dict[str, Any]:
         "SimpleQueue": lambda: SimpleQueue(world),
         "Future": OwnFuture,
         "Thread": OwnThread,
-        "monotonic": lambda: world.now,
+        "monotonic": world.monotonic,
         "sleep": world.sleep,
     }
 

@@ -1,0 +1,229 @@
+"""What must hold of every schedule that was run: of each rank's reports, beside what it has seen, and of all ranks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from scales import NUM_LAYERS, own_gradient
+from schedule_loop import Plan, Seen, num_batches, plan_of
+
+from straggle import Abstain
+from straggle.lab.world.faults import Clock, Cut, Freeze, Kill, Notice, Stall, StoreAway
+from straggle.lab.world.run import Run
+
+SLACK_S = 0.15  # of messages, of asking whether a quorum waits, and of looking at the answer
+CLOCK_S = 0.004  # between the loop's look at the clock and the library's
+SHARE = 1e-6
+
+
+def notes_of(run: Run) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Each rank's notes of its steps."""
+    for rank, notes in run.notes.items():
+        yield from ((rank, note) for note in notes if "step" in note)
+
+
+def problems_in(schedule: Any, run: Run) -> list[str]:
+    """What does not hold."""
+    plan = plan_of(schedule, Abstain())
+    found = []
+    for rank, note in notes_of(run):
+        words = f"rank {rank}, step {note['step']}: "
+        own = [*of_all_rows(note["report"]), *of_own_row(schedule, plan, rank, note)]
+        found += [words + problem for problem in own]
+    found += of_views(schedule, run)
+    found += of_pools(schedule, run)
+    found += of_joins(schedule, run)
+    found += of_bounds(schedule, run)
+    return found
+
+
+def of_all_rows(report: Any) -> Iterator[str]:
+    """What is missing has a cause, and what a step has in it adds up."""
+    for own in report.ranks:
+        if own.absent:
+            if any(own.weights) or any(own.stages) or own.late or own.cause:
+                yield f"rank {own.rank} is absent, and {own}"
+            continue
+        lacks = not own.idle and min(own.stages) < 1 - SHARE
+        if lacks and own.cause is None:
+            yield f"rank {own.rank} lacks gradients without a cause: {own.stages}"
+        if not lacks and own.late:
+            yield f"rank {own.rank} is late and lacks nothing"
+        if report.deadline_s == math.inf and own.late and not (own.stood_in or own.idle or report.pool_parts):
+            yield f"rank {own.rank} is late without a deadline"
+        if own.reach > 1 + SHARE or max(own.stages) > 1 + SHARE:
+            yield f"rank {own.rank} has computed more than all: {own.reach}, {own.stages}"
+    if report.different_ranks or report.different_tensors:
+        yield f"ranks {report.different_ranks} differ in {report.different_tensors}"
+
+
+def of_own_row(schedule: Any, plan: Plan, rank: int, note: dict[str, Any]) -> Iterator[str]:
+    """What the rank's row says, by what the rank has seen."""
+    own, report, seen = note["report"].ranks[rank], note["report"], note["seen"]
+    if note["counted"] != report.step + 1:
+        yield f"the loop's own state has counted {note['counted']} steps"
+    if own.stood_in or own.idle:
+        return
+    if own.weight != seen.weight and not schedule.num_parts and not schedule.joins:
+        yield f"weight {own.weight} and not {seen.weight}"
+    if seen.work_over_at is None:
+        if not own.late and own.cause is None:
+            yield "it was stopped, and is not late"
+        return
+    if seen.left_early:
+        return
+    if own.late or (own.cause not in (None, "members")) or (own.cause is None and min(own.stages) < 1 - SHARE):
+        yield f"it has done all its work, and its row says late={own.late}, {own.cause}, {own.stages}"
+    if schedule.num_parts and own.parts != len(seen.done):
+        yield f"{own.parts} parts and not {seen.done}"
+    if own.cause is None and seen.done and schedule.estimator == "Abstain":
+        nonfinite = sum(math.isnan(own_gradient(plan, rank, report.step, layer)) for layer in range(NUM_LAYERS))
+        if own.nonfinite != nonfinite:
+            yield f"{own.nonfinite} gradients are not finite, and not {nonfinite}"
+    if not _stands_still(schedule, rank):
+        compute_s = seen.work_over_at - seen.entered_at
+        if not math.isnan(own.compute_s) and abs(own.compute_s - compute_s) > CLOCK_S + 1e-3 * compute_s:
+            yield f"compute_s={own.compute_s} and not {compute_s}"
+
+
+def _stands_still(schedule: Any, rank: int) -> bool:
+    """Whether its clock may go on between the loop's look at it and the library's."""
+    return any(getattr(fault, "rank", rank) == rank for fault in schedule.faults)
+
+
+def of_views(schedule: Any, run: Run) -> list[str]:
+    """There is one chain of views, and nobody is called silent who was not."""
+    views, found = dict[int, set[tuple[int, ...]]](), list[str]()
+    disturbed = any(isinstance(fault, StoreAway) for fault in schedule.faults)
+    may_be_silent = {fault.rank for fault in schedule.faults if isinstance(fault, Cut | Freeze | Kill)}
+    for notes in run.notes.values():
+        for note in notes:
+            if "generation" not in note:
+                continue
+            views.setdefault(note["generation"], set()).add(tuple(note["members"]))
+            silent = {rank for rank, kind in note["kinds"].items() if kind in ("silent", "ended")}
+            if not disturbed and (wrong := silent - may_be_silent):
+                found.append(f"ranks {wrong}, which were there, left as {note['kinds']}")
+    return found + [f"view {number} is {members}" for number, members in views.items() if len(members) > 1]
+
+
+def by_step(run: Run) -> dict[int, dict[int, dict[str, Any]]]:
+    """By step and rank, the last note of each."""
+    steps: dict[int, dict[int, dict[str, Any]]] = {}
+    for rank, note in notes_of(run):
+        steps.setdefault(note["step"], {})[rank] = note
+    return steps
+
+
+def of_pools(schedule: Any, run: Run) -> list[str]:
+    """Each part of a pool is computed once, and all of them if nobody was late or left."""
+    without_store = any(isinstance(fault, StoreAway | Cut) for fault in schedule.faults)
+    if not schedule.num_parts or schedule.joins or without_store:  # who has no more data leaves its sure share
+        return []
+    found, members = list[str](), set(range(schedule.ranks))
+    for step, notes in sorted(by_step(run).items()):
+        report = next(iter(notes.values()))["report"]
+        present = {own.rank for own in report.ranks if not own.absent}
+        gone, members = members - present, present
+        if report.pool_parts != schedule.num_parts:
+            found.append(f"step {step}: a pool of {report.pool_parts}")
+        if gone or any(own.late or own.stood_in or own.cause for own in report.ranks) or present - notes.keys():
+            continue
+        done = sorted(part for rank in present for part in notes[rank]["seen"].done)
+        if done != list(range(schedule.num_parts)) and schedule.leaves == () and not schedule.raises:
+            found.append(f"step {step}: parts {done} were computed")
+        if sum(own.parts for own in report.ranks if not own.absent) != schedule.num_parts:
+            found.append(f"step {step}: {[own.parts for own in report.ranks]} parts in the rows")
+    return found
+
+
+def of_joins(schedule: Any, run: Run) -> list[str]:
+    """A loop over `join` is not over before each rank has had its batches."""
+    quiet = not schedule.members and schedule.raises is None
+    if not quiet or not schedule.joins:
+        return []
+    return [
+        f"rank {rank} has {note['batches_left']} of {num_batches(rank, note['epoch'])} batches left"
+        for rank, notes in run.notes.items()
+        for note in notes
+        if "batches_left" in note
+    ]
+
+
+def of_bounds(schedule: Any, run: Run) -> list[str]:
+    """P2: a step ends with the quorum's work, the deadlines of those who lack, and the grace."""
+    found = list[str]()
+    if schedule.deadline in ("None", "Auto", "Shadow") or schedule.num_parts or schedule.joins or schedule.max_lag == 0:
+        return found
+    steps = by_step(run)
+    for step, notes in sorted(steps.items()):
+        before = steps.get(step - 1, {})
+        report = next(iter(notes.values()))["report"]
+        present = [own.rank for own in report.ranks if not own.absent]
+        if report.deadline_s == math.inf or not set(present) <= before.keys() & notes.keys():
+            continue
+        found += _of_bound(schedule, step, {rank: notes[rank]["seen"] for rank in present}, steps, report)
+    return found
+
+
+def _of_bound(
+    schedule: Any, step: int, seen: dict[int, Seen], steps: dict[int, dict[int, dict[str, Any]]], report: Any
+) -> list[str]:
+    done = sorted(own.work_over_at for own in seen.values() if own.work_over_at is not None and not own.left_early)
+    quorum = _quorum(schedule, len(seen))
+    if len(done) < quorum:
+        return []
+    merged_at = sorted(steps[step - 1][rank]["seen"].left_at for rank in seen)
+    # the peers' merge before was over when the first of them left it, or a delay later
+    base = merged_at[0] + SLACK_S
+    late_at = [base + report.deadline_s]
+    late_at += [
+        own.entered_at + report.deadline_s for own in seen.values() if own.entered_at <= base + report.deadline_s
+    ]
+    until = max([done[quorum - 1], *late_at]) + (0.05 if schedule.grace_s is None else schedule.grace_s) + SLACK_S
+    ends = {rank: own for rank, own in seen.items() if own.work_over_at in done and not _disturbed(schedule, rank)}
+    if _holds_up(schedule, min(merged_at), max(own.left_at for own in seen.values())):
+        return []
+    if schedule.max_lag <= step and _lags(steps, step - schedule.max_lag, seen, until - SLACK_S):
+        return []
+    late = [
+        (rank, own.left_at) for rank, own in ends.items() if own.left_at > max(until, own.work_over_at or 0.0) + SLACK_S
+    ]
+    words = f"merged before at {merged_at}, work over at {done}, late at {late_at}"
+    return [f"step {step} ended on ranks and at {late}, and not by {until:.3f} s; {words}"] * bool(late)
+
+
+def _quorum(schedule: Any, members: int) -> int:
+    wanted = 2 if schedule.deadline == "FirstK" else schedule.quorum
+    return max(1, members // 2) if wanted is None else min(wanted, members)
+
+
+def _disturbed(schedule: Any, rank: int) -> bool:
+    """Whether something happens to the rank itself, after which its own work is over later."""
+    return any(isinstance(own, Stall | Freeze | Cut | Kill) and own.rank == rank for own in schedule.faults)
+
+
+def _lags(steps: dict[int, dict[int, dict[str, Any]]], step: int, ranks: Iterable[int], until: float) -> bool:
+    """Whether some rank has not taken this step by then, so its peers wait for it."""
+    there = steps.get(step, {})
+    return any(rank in there and there[rank]["seen"].left_at > until for rank in ranks)
+
+
+def _holds_up(schedule: Any, since: float, until: float) -> bool:
+    """Whether something happens between these times that costs the peers more than the deadline."""
+    for fault in schedule.faults:
+        if isinstance(fault, Stall | Notice | Clock):
+            continue
+        lasts = 8.0 if isinstance(fault, Kill) else fault.for_s + 4.0
+        if fault.at_s - 0.5 <= until and fault.at_s + lasts >= since:
+            return True
+    return any(isinstance(own, Kill) and own.back_s is not None for own in schedule.faults) and schedule.members
+
+
+def chained(notes: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
+    """Each note of a step, and the one that follows."""
+    steps = [note for note in notes if "step" in note]
+    yield from itertools.zip_longest(steps, steps[1:])
