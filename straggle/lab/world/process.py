@@ -52,7 +52,7 @@ def _add_handler(logger: logging.Logger, handler: logging.Handler) -> None:
 
 def _clock(scheduler: Scheduler) -> float:
     scheduler.switch()  # so that a loop which reads it until some time passes that time
-    return scheduler.now
+    return scheduler.monotonic()
 
 
 _real_add_handler = logging.Logger.addHandler

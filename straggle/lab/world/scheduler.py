@@ -105,7 +105,7 @@ class Scheduler:
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._num_timers = 0
         self._current: Thread | None = None
-        self._last: Thread | None = None  # whose turn was the last one
+        self._turn_of: Thread | None = None  # whose turn was the last one
         self.clocks: dict[int, tuple[float, float]] = {}  # by rank, what its clock shows at 0, and seconds a second
         self._counted: list[tuple[int, int, Callable[[], None]]] = []  # ranks, how many of their turns, and what then
         self._num_paused = 0  # of the reasons
@@ -290,7 +290,7 @@ class Scheduler:
     def _next(self, me: Thread | None = None) -> bool:
         """Choose a thread and let it run; true if it is ``me``, which calls this and goes on."""
         chosen = None if self._broken is not None else self._choose()
-        self._current = self._last = chosen
+        self._current = self._turn_of = chosen
         if chosen is None:
             self._caller.release()
             return False
@@ -323,7 +323,7 @@ class Scheduler:
 
     def _count(self) -> None:
         """A turn is over."""
-        last = -1 if self._last is None else self._last.rank
+        last = -1 if self._turn_of is None else self._turn_of.rank
         counted, self._counted = [(rank, left - (rank == last), call) for rank, left, call in self._counted], []
         for rank, left, call in counted:
             self.after_turns(rank, left, call)
