@@ -3,12 +3,13 @@
 python benchmarks/planted.py                          # each of the faults in 1,000 schedules
 python benchmarks/planted.py schedules=100 minutes=5  # at most so long for each fault
 python benchmarks/planted.py only=old-decision,view-overwritten
-python benchmarks/planted.py jobs=1                   # faults at a time; two by default
 
-Each fault (`planted_faults.py`) is put into a copy of the package, by which `tests/support/schedules.py` runs the
-schedules 1, 2, ... until one fails. First there is no fault: no schedule may fail then. A fault whose schedule does not
-come to its end in this machine's time is found, too, as a hang; one that ends the program in another way is not. What
-is not found says which property, or which kind of fault, the schedules lack.
+Each fault (`planted_faults.py`) is put into a copy of the package, by which `tests/support/schedules.py` runs
+schedules until one fails: first those that have found a fault before it here, the most often first, then drawn ones of
+a kind that goes through its file (with members for `members/`, with a pool for `pools/`). First there is no fault: no
+schedule may fail then. A fault whose schedule does not come to its end in this machine's time is found, too, as a hang;
+one that ends the program in another way is not. What is not found says which property, or which kind of fault, the
+schedules lack.
 """
 
 import os
@@ -18,29 +19,40 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from itertools import count, islice
 from pathlib import Path
 
 from planted_faults import FAULTS
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("straggle", "tests/support")
-USUAL = {"schedules": "1000", "minutes": "60", "only": "", "jobs": "2"}
+USUAL = {"schedules": "1000", "minutes": "60", "only": ""}
 MORE_S = 300.0  # for a schedule that was begun in time: the world itself ends one that hangs outside of it before that
 FAILED = re.compile(r"^seed (\d+): (.*)$", re.MULTILINE)
+RUN = re.compile(r"^(\d+) schedules from seed", re.MULTILINE)
 SAID = 60  # characters of what failed
+KINDS: dict[str, Callable] = {
+    "members/": lambda schedule: schedule.members and schedule.faults,
+    "pools/": lambda schedule: schedule.num_parts,
+    "loop/uneven": lambda schedule: schedule.joins,
+}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Whether a schedule has failed, after how many, and in which words."""
+    """Whether a schedule has failed: its seed, after how many, and in which words."""
 
-    found: bool
+    seed: int | None
     after: str
     what: str
     seconds: float
+
+    @property
+    def found(self):
+        return bool(self.after)
 
 
 def copy_with(fault, folder):
@@ -48,17 +60,28 @@ def copy_with(fault, folder):
     for name in COPIED:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     if fault is not None:
-        path = folder / "straggle" / fault.file
+        path = fault.place(folder / "straggle")
         path.write_text(fault.into(path.read_text()))
 
 
-def try_out(fault, schedules, minutes):
-    """What comes of so many schedules, or as many as are run in this time."""
+def seeds_for(fault, number, good):
+    """The seeds to try: ``good`` ones, by how often they have found a fault, and drawn ones of its kind."""
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
+    from schedules import draw
+
+    kinds = [kind for part, kind in KINDS.items() if fault is not None and fault.file.startswith(part)]
+    first = [seed for seed, _ in good.most_common(number)]
+    drawn = (seed for seed in count(1) if seed not in good and all(kind(draw(seed)) for kind in kinds))
+    return first + list(islice(drawn, number - len(first)))
+
+
+def try_out(fault, seeds, minutes):
+    """What comes of these schedules, or as many as are run in this time."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="planted-") as name:
         folder = Path(name)
         copy_with(fault, folder)
-        words = [f"seeds={schedules}", f"minutes={minutes}", "first=1", "most=1"]
+        words = [f"these={','.join(map(str, seeds))}", f"minutes={minutes}", "most=1"]
         try:
             done = subprocess.run(
                 [sys.executable, "tests/support/schedules.py", *words],
@@ -70,26 +93,27 @@ def try_out(fault, schedules, minutes):
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return Outcome(True, "", "hang", time.monotonic() - began)
+            return Outcome(None, "?", "hang", time.monotonic() - began)
     return outcome_of(done, time.monotonic() - began)
 
 
 def outcome_of(done, seconds):
     """By what the schedules have written, and the status."""
     if done.returncode == 1 and (failed := FAILED.search(done.stdout)):
-        return Outcome(True, failed[1], failed[2], seconds)
+        number = RUN.search(done.stdout)
+        return Outcome(int(failed[1]), number[1] if number else "?", failed[2], seconds)
     if done.returncode:
         error = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
-        return Outcome(False, "", f"status {done.returncode}: {error}", seconds)
+        return Outcome(None, "", f"status {done.returncode}: {error}", seconds)
     said = (done.stdout.strip().splitlines() or [""])[-1]
-    return Outcome(False, "", said.partition(";")[0], seconds)
+    return Outcome(None, "", said.partition(";")[0], seconds)
 
 
 def row(fault, outcome):
     """A line of the table."""
     what = outcome.what[:SAID].replace("|", "/")
-    after = (outcome.after or "?") if outcome.found else "not found"
-    return f"| {fault.name} | `{fault.file}` | {after} | {what} | {outcome.seconds:.0f} |"
+    after = outcome.after or "not found"
+    return f"| {fault.name} | `{fault.file}` | {after} | {outcome.seed or ''} | {what} | {outcome.seconds:.0f} |"
 
 
 def chosen(only):
@@ -105,20 +129,20 @@ def main(words):
     if unknown := given.keys() - USUAL.keys():
         sys.exit(f"{', '.join(sorted(unknown))}: there are {', '.join(USUAL)}")
     options = {**USUAL, **given}
-    faults = chosen(options["only"])
-    attempt = partial(try_out, schedules=int(options["schedules"]), minutes=float(options["minutes"]))
-    without = attempt(None)
+    faults, good = chosen(options["only"]), Counter()
+    schedules, minutes = int(options["schedules"]), float(options["minutes"])
+    without = try_out(None, seeds_for(None, schedules, good), minutes)
     if without.found or not without.what.endswith(" 0 failed"):
-        sys.exit(f"without any fault: {without.what} (seed {without.after})")
+        sys.exit(f"without any fault: {without.what} (seed {without.seed})")
     print(f"without any fault: {without.what}\n", flush=True)
-    print(
-        "| fault | file | found after schedules | what failed | seconds |\n| --- | --- | --- | --- | --- |", flush=True
-    )
+    print("| fault | file | found after schedules | seed | what failed | seconds |", flush=True)
+    print("| --- | --- | --- | --- | --- | --- |", flush=True)
     number = 0
-    with ThreadPoolExecutor(int(options["jobs"])) as pool:
-        for fault, outcome in zip(faults, pool.map(attempt, faults), strict=True):
-            number += outcome.found
-            print(row(fault, outcome), flush=True)
+    for fault in faults:
+        outcome = try_out(fault, seeds_for(fault, schedules, good), minutes)
+        number += outcome.found
+        good.update([outcome.seed] * (outcome.seed is not None))
+        print(row(fault, outcome), flush=True)
     print(f"\n{number} of {len(faults)} found: {number / len(faults):.0%}")
 
 

@@ -7,16 +7,30 @@ a rank in the place of another number, a weight that is left out. None of them e
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
 class Fault:
-    """In ``file`` of the package, ``new`` stands in the place of ``old``, which is there once."""
+    """In ``file`` of the package, ``new`` stands in the place of ``old``, which is there once.
+
+    A file may move: then it is the one that has the text.
+    """
 
     name: str
     file: str
     old: str
     new: str
+
+    def place(self, package: Path) -> Path:
+        """The file of this package to plant it in. Raises ``ValueError`` unless there is one."""
+        named = package / self.file
+        if named.exists() and self.old in named.read_text():
+            return named
+        found = [path for path in sorted(package.rglob("*.py")) if self.old in path.read_text()]
+        if len(found) != 1:
+            raise ValueError(f"{self.name}: what it replaces is in {len(found)} files, and not in {self.file}")
+        return found[0]
 
     def into(self, text: str) -> str:
         """The file's text with this fault. Raises ``ValueError`` unless the old one is in it once."""
@@ -444,7 +458,12 @@ MEMBERS = [
         "if value is not None and (loaders_too or not is_loader(value)):",
         "if value is not None and loaders_too:",
     ),
-    Fault("state-of-an-earlier-step", "members/healing.py", "        if view.step > step:\n            return\n", ""),
+    Fault(
+        "state-of-an-earlier-step",
+        "members/healing.py",
+        "        if view is None or view.step > step:  #",
+        "        if view is None:  #",
+    ),
     Fault(
         "state-before-its-view",
         "members/healing.py",

@@ -1,12 +1,13 @@
 """Schedules of a simulated world: jobs and faults drawn by a number, and what must hold of each.
 
 ``python tests/support/schedules.py [seeds=N | minutes=M] [first=SEED] [most=FAILURES] [shorten=yes]`` runs them one
-after another. What fails is printed as a line of a test, as short as it can be made.
+after another, or ``these=SEED,SEED,...``. What fails is printed as a line of a test, as short as it can be made.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import math
 import random
@@ -14,6 +15,7 @@ import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -328,18 +330,31 @@ def _say(words: str) -> None:
     sys.stdout.flush()
 
 
-def _given(words: list[str]) -> dict[str, float]:
-    """Numbers by their keys. Raises ``ValueError`` for another word."""
-    given = {}
+@dataclass(frozen=True)
+class _Given:
+    """What the command was given."""
+
+    seeds: Iterable[int]
+    limit_s: float
+    most: float
+    shortens: bool
+
+
+def _given(words: list[str]) -> _Given:
+    """What the words say. Raises ``ValueError`` for another word."""
+    given: dict[str, Any] = {"most": 1.0}
     for word in words:
         key, _, value = word.partition("=")
-        if key not in ("seeds", "minutes", "first", "most", "shorten"):
-            raise ValueError(word)
         try:
-            given[key] = 1.0 if word == "shorten=yes" else float(value)
+            if key not in ("seeds", "minutes", "first", "most", "shorten", "these"):
+                raise ValueError(word)
+            given[key] = list(map(int, value.split(","))) if key == "these" else value == "yes" or float(value)
         except ValueError:
             raise ValueError(word) from None
-    return given
+    first = int(given.get("first", random.SystemRandom().randrange(10**9)))
+    seeds = given.get("these") or itertools.islice(itertools.count(first), int(given.get("seeds", 10**9)))
+    limit_s = 60 * given.get("minutes", math.inf if {"seeds", "these"} & given.keys() else 1)
+    return _Given(seeds, limit_s, given["most"], "shorten" in given)
 
 
 def main(words: list[str]) -> int:
@@ -347,15 +362,16 @@ def main(words: list[str]) -> int:
     try:
         given = _given(words)
     except ValueError as error:
-        _say(f"{error}: give seeds=N, minutes=M, first=SEED, most=FAILURES or shorten=yes")
+        _say(f"{error}: give seeds=N, minutes=M, first=SEED, these=SEED,SEED, most=FAILURES or shorten=yes")
         return 2
-    first = int(given.get("first", random.SystemRandom().randrange(10**9)))
-    number, limit_s = given.get("seeds", math.inf), 60 * given.get("minutes", math.inf if "seeds" in given else 1)
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     gc.freeze()  # what is loaded lives for ever: a collection need not walk through it
-    began, faults, failed, seed = time.monotonic(), Counter[str](), 0, first
-    while seed < first + number and time.monotonic() - began < limit_s:
+    began, faults, failed, seeds = time.monotonic(), Counter[str](), 0, list[int]()
+    for seed in given.seeds:
+        if time.monotonic() - began >= given.limit_s or failed >= given.most:
+            break
+        seeds.append(seed)
         schedule = draw(seed)
         faults.update(type(fault).__name__ for fault in schedule.faults)
         found = problems_of(schedule)
@@ -363,14 +379,10 @@ def main(words: list[str]) -> int:
         if found:
             failed += 1
             _say(f"seed {seed}: {found[0][:1500]}\n  {schedule!r}")
-            if "shorten" in given:
+            if given.shortens:
                 _say(f"  shorter: {shortened(schedule)!r}")
-            if failed >= given.get("most", 1):
-                seed += 1
-                break
-        seed += 1
-    took = time.monotonic() - began
-    _say(f"{seed - first} schedules from seed {first} in {took:.0f} s, {failed} failed; faults: {dict(faults)}")
+    took, first = time.monotonic() - began, next(iter(seeds), None)
+    _say(f"{len(seeds)} schedules from seed {first} in {took:.0f} s, {failed} failed; faults: {dict(faults)}")
     return int(failed > 0)
 
 
