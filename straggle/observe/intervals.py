@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
 from typing import TypeAlias
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 Array: TypeAlias = NDArray[np.float64]
@@ -53,8 +55,8 @@ def ratio_interval(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
 
 def steps_interval(statistic: Callable[..., Array], *columns: Array, seed: int = 0) -> Interval:
     """A function of the means of columns over the same steps, by the moving block bootstrap (Künsch 1989)."""
-    draws = _draw(len(columns[0]), seed)
-    drawn = statistic(*(column[draws].mean(axis=1) for column in columns))
+    begins = _draw(len(columns[0]), seed)
+    drawn = statistic(*(_means(column, begins) for column in columns))
     low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Interval(float(statistic(*(column.mean() for column in columns))), float(low), float(high))
 
@@ -67,8 +69,8 @@ def prediction_interval(statistic: Callable[..., Array], *columns: Array, seed: 
     are drawn from, and the interval is stretched for that (`_stretch`).
     """
     means, first, second = (_draw(len(columns[0]), seed + part) for part in range(3))
-    drawn = [column[means].mean(axis=1) * column[first].mean(axis=1) / column.mean() for column in columns[:-1]]
-    last = columns[-1][means].mean(axis=1) * columns[-1][second].mean(axis=1) / columns[-1].mean()
+    drawn = [_means(column, means) * _means(column, first) / column.mean() for column in columns[:-1]]
+    last = _means(columns[-1], means) * _means(columns[-1], second) / columns[-1].mean()
     low, high = np.quantile(statistic(*drawn, last), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     value, stretch = float(statistic(*(column.mean() for column in columns))), _stretch(len(columns[0]))
     low, high = value - stretch * (value - float(low)), value + stretch * (float(high) - value)
@@ -88,10 +90,17 @@ def _length(steps: int) -> int:
     return max(1, round(math.sqrt(steps)))
 
 
-def _draw(steps: int, seed: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """Positions of resampled steps, shape (draws, steps): blocks of about the square root of their number."""
+@lru_cache(maxsize=64)
+def _draw(steps: int, seed: int) -> NDArray[np.int64]:
+    """Where blocks of resampled steps begin, shape (draws, blocks): of about the square root of their number."""
     length = _length(steps)
-    blocks = -(-steps // length)
-    begin = np.random.default_rng(seed).integers(steps - length + 1, size=(_DRAWS, blocks, 1))
-    positions: np.ndarray[tuple[int, int], np.dtype[np.int64]] = (begin + np.arange(length)).reshape(_DRAWS, -1)
-    return positions[:, :steps]
+    return np.random.default_rng(seed).integers(steps - length + 1, size=(_DRAWS, -(-steps // length)))
+
+
+def _means(column: Array, begins: NDArray[np.int64]) -> Array:
+    """The column's mean over each draw's steps; the last block has those that are left, so that each has as many."""
+    steps, whole = len(column), begins.shape[1] - 1
+    length = _length(steps)
+    blocks, lasts = (sliding_window_view(column, size).sum(axis=1) for size in (length, steps - whole * length))
+    means: Array = (blocks[begins[:, :-1]].sum(axis=1) + lasts[begins[:, -1]]) / steps
+    return means

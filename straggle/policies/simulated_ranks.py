@@ -112,7 +112,9 @@ class SimulatedRanks:
         progress = self._progress(given, done, part[shown], overhead_s) if self._policy.wants_progress else None
         decided = next_deadline(self._policy, self._window.append(own_s.tolist(), finished.tolist(), progress))
         if self._policy.enforced:
-            self._next, self._rules = decided, replace(self._rules, after_quorum_s=decided.after_quorum_s)
+            self._next = decided
+            if decided.after_quorum_s != self._rules.after_quorum_s:
+                self._rules = replace(self._rules, after_quorum_s=decided.after_quorum_s)
 
     def _progress(self, given: GivenStep, done: SimulatedStep, part: Tensor, overhead_s: float) -> StepProgress:
         """As the ranks' telemetry has it: a rank that did not enter has been waited for until it was stood in for."""

@@ -150,7 +150,7 @@ def computed_share(unit_s: Tensor, step: SimulatedStep, rules: StopRules, silent
     ``silent``: see `part_computed`.
     """
     share = step.reached.to(unit_s.dtype)
-    if not rules.finish_running and not rules.drop_all:
+    if not rules.finish_running and not rules.drop_all and bool(step.late.any()):
         share[step.late] = part_computed(unit_s[step.late], step.own_s[step.late].unsqueeze(-1), silent)
     return share
 
