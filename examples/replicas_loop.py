@@ -19,9 +19,9 @@ def main() -> None:
     mesh = straggle.replica_mesh()  # in place of init_process_group() and init_device_mesh()
     rank, is_first_start = dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     torch.manual_seed(rank)
-    loader = [(x, x.sum(1, keepdim=True)) for x in torch.randn(200, 16, 8)]
+    loader = [(x, x.sum(1, keepdim=True)) for x in torch.randn(100, 16, 8)]
     net = nn.Sequential(
-        nn.Linear(8, 64), *(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)), nn.Linear(64, 1)
+        nn.Linear(8, 64), *(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(2)), nn.Linear(64, 1)
     )
     for block in net:
         fully_shard(block, mesh=mesh)
@@ -37,7 +37,7 @@ def main() -> None:
         if rank == 3 and is_first_start and model.last_report is not None and model.last_report.step == 20:
             os.kill(os.getpid(), signal.SIGKILL)
         with model.step():
-            time.sleep(0.05)
+            time.sleep(0.1)
             nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -33,7 +33,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         if name == "compare":
             runs = [write_run(folder / part, slow_run()) for part in ("a_run_with_quite_a_long_name_of_its_own", "b")]
             return write_report(runs[0], compare=runs[1])
-        odd = {"slow": slow_run, "many ranks": lambda: slow_run(450, 64), "pulled": pulled_run}
+        odd = {"slow": slow_run, "many ranks": lambda: slow_run(150, 64), "pulled": pulled_run}
         return write_report(write_run(folder, odd[name]() if name in odd else ODD[name]))
 
     return write
@@ -65,7 +65,7 @@ def opened(page: Page, path: Path, **how: Any) -> Page:
 @pytest.mark.parametrize(
     ("width", "name"),
     [(390, name) for name in ("slow", "compare", "many ranks", "pulled", *ODD)]
-    + [(1280, name) for name in ("slow", "compare", "many ranks")],
+    + [(1280, name) for name in ("compare", "many ranks")],
 )
 def test_page_draws_fits_and_loads_nothing(width: int, name: str, page: Page, written: Callable[[str], Path]) -> None:
     path = written(name)

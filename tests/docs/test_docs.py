@@ -17,8 +17,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from launch_jobs import loaded_launch
 from pages import slow_run, write_run
-from ranks import run_ranks, started_command
+from ranks import run_ranks
 from repository import ROOT
 from torch import nn
 from torchrun import started_torchrun
@@ -286,9 +287,8 @@ def test_line_of_a_rank_counts_also_if_another_one_writes_before_it_has_ended(be
 
 @pytest.mark.slow
 def test_replicas_example_goes_on_without_the_replica_whose_rank_dies(tmp_path: Path) -> None:
-    preload = "--preload=straggle,torch.distributed.fsdp,torch._dynamo"  # each start would load them, for 3 s of CPU
-    words = ["--nproc-per-node=4", "--replica-size=2", preload, ROOT / "examples" / "replicas_loop.py"]
-    with started_command("launch", *words, folder=tmp_path) as job:
+    words = ["--nproc-per-node=4", "--replica-size=2", ROOT / "examples" / "replicas_loop.py"]
+    with loaded_launch(*words, folder=tmp_path) as job:
         assert job.status(240.0) == 0, job.log.read_text()
     printed = job.log.read_text()
     assert "replica 1 left: rank 3 of it: its process ended by SIGKILL" in printed
