@@ -115,15 +115,15 @@ def wait_for_steps(runs, trace, number):
 
 @contextlib.contextmanager
 def run_of_torchrun(folder, *keys):
-    """A run of two ranks, and the process that is to be told to end."""
-    options = ("--standalone", "--nproc-per-node=2", "-m", "straggle", "train")
+    """A run of one rank, whose process loads all anew, and the process that is to be told to end."""
+    options = ("--standalone", "--nproc-per-node=1", "-m", "straggle", "train")
     with started(torchrun_main, *options, *keys, folder=folder, environment=ENVIRONMENT) as agent:
         yield agent, [agent]
 
 
 @contextlib.contextmanager
 def run_of_ranks(folder, *keys):
-    """The same of its ranks alone, the second of which is to be told."""
+    """The same of two ranks alone, the second of which is to be told."""
     store = serve_store()
     with contextlib.ExitStack() as stack:
         ranks = [
@@ -161,14 +161,14 @@ def test_terminated_run_leaves_a_checkpoint_and_goes_on_as_if_it_had_not_been(ru
 
 
 @contextlib.contextmanager
-def launch_script(folder, *keys):
-    """launch.sh with two workers in a process group of its own, as a shell starts it; with its output."""
+def launch_script(folder, *keys, workers=1):
+    """launch.sh in a process group of its own, as a shell starts it; with its output."""
     command = [str(ROOT / "launch.sh"), *KEYS, *keys, "run_dir=run"]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             command,
             cwd=folder,
-            env={**ENVIRONMENT, "WORKERS": "2"},
+            env={**ENVIRONMENT, "WORKERS": str(workers)},
             stdout=log,
             stderr=log,
             start_new_session=True,
@@ -198,7 +198,7 @@ def ctrl_c(process):
 @pytest.mark.skipif(not (ROOT / ".venv").exists(), reason="launch.sh would set up its environment")
 def test_ctrl_c_ends_a_run_after_its_step_with_a_checkpoint_and_a_page_and_leaves_no_target(tmp_path):
     run = tmp_path / "run"
-    with launch_script(tmp_path, "steps=100000", "metrics=prometheus", "metrics.port=0") as (process, log):
+    with launch_script(tmp_path, "steps=100000", "metrics=prometheus", "metrics.port=0", workers=2) as (process, log):
         wait_for_steps(lambda: process.poll() is None, run / "trace.jsonl", 5)
         ctrl_c(process)
         assert process.wait(120) == 0
@@ -220,7 +220,7 @@ def test_ctrl_c_ends_a_run_after_its_step_with_a_checkpoint_and_a_page_and_leave
 )
 def test_ctrl_c_before_the_first_step_or_twice_ends_all_processes_without_a_traceback(words, tmp_path):
     with launch_script(tmp_path, "steps=100000", *words) as (process, log):
-        while "train with 2 workers" not in log.read_text():
+        while "train with 1 workers" not in log.read_text():
             time.sleep(0.05)
         if words:
             wait_for_steps(lambda: process.poll() is None, tmp_path / "run" / "decisions" / "rank0.jsonl", 0)
@@ -234,18 +234,25 @@ def test_ctrl_c_before_the_first_step_or_twice_ends_all_processes_without_a_trac
     assert ("SIGTERM: the workers have ended" if words else "stopped before it began") in printed
 
 
+def workers_of(pid):
+    """The processes that this one has started to train."""
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    children = [int(number) for own in lists for number in own.read_text().split()]
+    words = {child: Path(f"/proc/{child}/cmdline").read_bytes() for child in children}
+    return [child for child, command in words.items() if b"-m\0straggle\0train\0" in command]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not (ROOT / ".venv").exists(), reason="launch.sh would set up its environment")
 def test_worker_that_dies_ends_the_run_with_torchruns_table_and_no_traceback_of_the_launcher(tmp_path):
     with launch_script(tmp_path, "steps=100000") as (process, log):
-        wait_for_steps(lambda: process.poll() is None, tmp_path / "run" / "trace.jsonl", 5)
-        lists = Path(f"/proc/{process.pid}/task").glob("*/children")
-        workers = [int(number) for own in lists for number in own.read_text().split()]
-        os.kill(workers[-1], signal.SIGKILL)
+        wait_until(lambda: workers_of(process.pid))
+        (worker,) = workers_of(process.pid)
+        os.kill(worker, signal.SIGKILL)
         assert process.wait(120) == 1
         printed = log.read_text()
     assert "Root Cause (first observed failure)" in printed
-    assert f"Signal 9 (SIGKILL) received by PID {workers[-1]}" in printed
+    assert f"Signal 9 (SIGKILL) received by PID {worker}" in printed
     assert "at_terminal.py" not in printed
 
 
