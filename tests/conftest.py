@@ -16,8 +16,8 @@ from times import FIXTURE
 
 TESTS = Path(__file__).parent
 LEVELS = ("unit", "ranks", "commands", "cluster", "docs")
-PROGRAMS = ("commands", "cluster")  # a busy machine may starve one: tried a second time, and listed
-# so may it ranks of which a clock decides something: theirs, as members give signs of life, or the test's own
+# a busy machine may starve what waits for a network, a browser or an engine: tried a second time, and listed. So it may
+# ranks of which a clock decides something: theirs, as members give signs of life, or the test's own
 BY_CLOCK = re.compile(r"\bsleep\(|\b(monotonic|perf_counter)\(|^from members import", re.MULTILINE)
 _SHOWN = 4000  # characters of a failure that was tried again; its end says what was wrong
 _FIXTURE_S = 0.05  # a shorter setup is not listed
@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if level not in LEVELS:
             raise pytest.UsageError(f"{item.path}: a test lies in one of the folders {', '.join(LEVELS)} of tests/")
         item.add_marker(level)
-        if (level in PROGRAMS or _is_by_clock(item.path)) and config.pluginmanager.hasplugin("rerunfailures"):
+        if (level == "cluster" or _is_by_clock(item.path)) and config.pluginmanager.hasplugin("rerunfailures"):
             item.add_marker(pytest.mark.flaky(reruns=1))
     if hasattr(config, "workerinput"):  # so that nothing long is left for the end, when the other processes are idle
         cluster = {item.path for item in items if item.get_closest_marker("docker")}  # the longest of all

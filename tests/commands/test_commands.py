@@ -236,7 +236,9 @@ def launch_of(folder: Path, *words: str, **environment: str) -> str:
     (folder / "launch.sh").chmod(0o755)
     plain = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "RDZV", "NNODES", "PET_"))}
     command = [str(folder / "launch.sh"), *words]
-    done = subprocess.run(command, env={**plain, **environment}, capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(
+        command, env={**plain, **environment}, capture_output=True, text=True, timeout=200, check=True
+    )
     return done.stdout
 
 
@@ -513,6 +515,6 @@ def test_wheel_carries_the_configuration_and_the_page_and_the_command_runs_from_
 
 
 def test_launch_help_names_its_commands() -> None:
-    done = subprocess.run([str(ROOT / "launch.sh"), "--help"], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run([str(ROOT / "launch.sh"), "--help"], capture_output=True, text=True, timeout=200, check=True)
     assert "./launch.sh compare" in done.stdout
     assert "./launch.sh test" in done.stdout

@@ -401,7 +401,7 @@ def test_pods_of_members_are_restarted_one_by_one_while_the_others_go_on(tmp_pat
         # deleted or evicted; lost with its node
         for rank, number, status in ((0, signal.SIGTERM, 128 + signal.SIGTERM), (1, signal.SIGKILL, -signal.SIGKILL)):
             workers[rank].send_signal(number)
-            assert workers[rank].wait(60.0) == status
+            assert workers[rank].wait(200.0) == status
             pods.wait(f"rank {rank} to leave", lambda: changes()[-1:] == [([str(rank)], [])])  # noqa: B023
         kinds = [kind for change in lines(run_dir / "members.jsonl") for kind in change["left_kinds"].values()]
         assert kinds[0] == "notice"

@@ -466,7 +466,7 @@ LOOP = """
 import torch, torch.distributed as dist, straggle
 torch.set_num_threads(1); dist.init_process_group("gloo"); torch.manual_seed(0)
 net = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
-model = straggle.StagedDataParallel(net, deadline=0.05, members=straggle.Elastic(min_ranks=1))
+model = straggle.StagedDataParallel(net, deadline=0.05, members=straggle.Elastic(min_ranks=1, suspect_s=30))
 optimizer = torch.optim.SGD(net.parameters(), 0.01)
 step = model.register_state(optimizer=optimizer)
 def train_to(last):

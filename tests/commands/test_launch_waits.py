@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 from launch_jobs import free_port, launched, left, starts, wait_for
 
-pytestmark = pytest.mark.slow
-
 JOB = """
 how, members, num_bad = HOW
 bad = rank == "1" and count < num_bad
@@ -25,7 +23,7 @@ if bad and how == "ends":
     sys.exit(0)
 if bad and how == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
-members = None if members is None else straggle.Elastic(min_ranks=members)
+members = None if members is None else straggle.Elastic(min_ranks=members, suspect_s=30)
 model = straggle.StagedDataParallel(torch.nn.Linear(8, 8), members=members)
 step = 0 if members is None else model.register_state(optimizer=torch.optim.SGD(model.module.parameters(), 0.1))
 while step < 8:
@@ -75,7 +73,7 @@ def test_rank_that_needs_one_that_is_done_or_down_ends_at_once_and_says_so(
 def test_rank_that_is_started_again_before_its_peer_has_ended_does_not_take_its_own_first_coming_for_the_peers(
     tmp_path: Path,
 ) -> None:
-    slowly = "import gc, time; del model; dist.destroy_process_group(); gc.collect(); time.sleep(2); sys.exit(0)"
+    slowly = "del model; dist.destroy_process_group(); wait_for('environment.0.1'); time.sleep(0.5); sys.exit(0)"
     body = job("in its loop", None).replace("step == 4:\n        sys.exit(0)", f"step == 4:\n        {slowly}")
     options = [*WAYS, "--nproc-per-node=2", "--max-restarts=1"]
     with launched(tmp_path, body, *options, loaded=True) as started:

@@ -64,7 +64,7 @@ def test_command_of_a_job_frees_nothing_at_its_end(
 def ended(how: str, **options: object) -> subprocess.CompletedProcess[str]:
     path = str(ROOT / "straggle" / "commands" / "process_end.py")
     command = [sys.executable, "-c", PROGRAM + how, path]
-    return subprocess.run(command, env=ENVIRONMENT, text=True, timeout=60, **options)  # type: ignore[call-overload,no-any-return]
+    return subprocess.run(command, env=ENVIRONMENT, text=True, timeout=200, **options)  # type: ignore[call-overload,no-any-return]
 
 
 @pytest.mark.parametrize(

@@ -40,4 +40,4 @@ def test_command_refuses_in_one_line(tmp_path: Path) -> None:
 
 def test_library_does_not_import_what_only_the_page_needs() -> None:
     without = "import sys; sys.modules.update(dict.fromkeys(('plotly', 'omegaconf', 'hydra', 'rich'))); import straggle"
-    subprocess.run([sys.executable, "-c", without], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", without], check=True, timeout=200)

@@ -140,7 +140,7 @@ def test_terminated_run_leaves_a_checkpoint_and_goes_on_as_if_it_had_not_been(ru
     with run_of(tmp_path, *KEYS, "steps=100000", "run_dir=run") as (told, processes):
         wait_for_steps(told.process.is_alive, run / "trace.jsonl", 10)
         os.kill(told.pid, signal.SIGTERM)
-        codes = [process.status(120.0) for process in processes]
+        codes = [process.status() for process in processes]
         printed = "".join(process.log.read_text() for process in processes)
     done = saved_step(run)
     assert done == (run / "trace.jsonl").read_text().count("\n") < 100_000
@@ -179,7 +179,7 @@ def launch_script(folder, *keys, workers=1):
     finally:
         process.terminate()  # torchrun ends its workers, which are in sessions of their own
         try:
-            process.wait(60)
+            process.wait(200)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -201,7 +201,7 @@ def test_ctrl_c_ends_a_run_after_its_step_with_a_checkpoint_and_a_page_and_leave
     with launch_script(tmp_path, "steps=100000", "metrics=prometheus", "metrics.port=0", workers=2) as (process, log):
         wait_for_steps(lambda: process.poll() is None, run / "trace.jsonl", 5)
         ctrl_c(process)
-        assert process.wait(120) == 0
+        assert process.wait(200) == 0
         printed = log.read_text()
     assert "Traceback" not in printed
     assert printed.count("Ctrl-C: the run ends after the step that it is in") == 1
@@ -226,9 +226,9 @@ def test_ctrl_c_before_the_first_step_or_twice_ends_all_processes_without_a_trac
             wait_for_steps(lambda: process.poll() is None, tmp_path / "run" / "decisions" / "rank0.jsonl", 0)
         ctrl_c(process)
         if words:
-            time.sleep(1.0)
+            wait_until(lambda: "again: it ends at once" in log.read_text())
             ctrl_c(process)
-        assert process.wait(120) == (128 + signal.SIGTERM if words else 130)
+        assert process.wait(200) == (128 + signal.SIGTERM if words else 130)
         printed = log.read_text()
     assert "Traceback" not in printed
     assert ("SIGTERM: the workers have ended" if words else "stopped before it began") in printed
@@ -249,7 +249,7 @@ def test_worker_that_dies_ends_the_run_with_torchruns_table_and_no_traceback_of_
         wait_until(lambda: workers_of(process.pid))
         (worker,) = workers_of(process.pid)
         os.kill(worker, signal.SIGKILL)
-        assert process.wait(120) == 1
+        assert process.wait(200) == 1
         printed = log.read_text()
     assert "Root Cause (first observed failure)" in printed
     assert f"Signal 9 (SIGKILL) received by PID {worker}" in printed
@@ -299,12 +299,12 @@ def test_worker_ends_when_it_is_told_though_it_waits_for_one_that_has_ended(tmp_
         with worker_of_two(*keys) as second:
             wait_for_steps(lambda: second.poll() is None, tmp_path / "run" / "trace.jsonl", 5)
             second.terminate()
-            assert second.wait(60) == STOPPED
+            assert second.wait(200) == STOPPED
         children = Path(f"/proc/{first.pid}/task/{first.pid}/children")
         wait_until(lambda: not children.read_text())  # its training has ended, and torchrun waits for the second one's
         assert first.poll() is None
         first.terminate()
-        assert first.wait(20) == STOPPED
+        assert first.wait(200) == STOPPED
     assert saved_step(tmp_path / "run")
 
 
@@ -314,4 +314,4 @@ def test_worker_that_waits_for_another_to_come_ends_when_it_is_told(tmp_path):
     with worker_of_two(tmp_path, port, "steps=1", "run_dir=run") as process:
         wait_until(lambda: hosts_rendezvous(port))
         process.terminate()
-        assert process.wait(20) == STOPPED
+        assert process.wait(200) == STOPPED

@@ -30,7 +30,7 @@ from straggle.commands.launching import fork_server
 from straggle.commands.launching.worker_process import fork_from
 from straggle.commands.process_end import end_process
 
-LIMIT_S = 60.0  # for what takes a tenth of a second, or never comes
+LIMIT_S = 200.0  # for what takes a tenth of a second, or never comes
 
 # leaves its environment and its process id, then does what the rest of it says
 HEAD = """\

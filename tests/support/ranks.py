@@ -158,7 +158,7 @@ class Started:
         assert self.process.pid is not None
         return self.process.pid
 
-    def status(self, timeout_s: float = 60.0) -> int:
+    def status(self, timeout_s: float = 200.0) -> int:
         """Its exit status, once it has ended; fails the test if it does not."""
         self.process.join(timeout_s)
         assert self.process.exitcode is not None, f"still runs: {self.log.read_text()}"
