@@ -112,7 +112,7 @@ MERGE = [
     Fault(
         "bucket-goes-before-its-step-is-kept",
         "merge/round/round.py",
-        "        if self._all_or_nothing:\n            return\n        ends",
+        "        if self.terms.all_or_nothing:\n            return\n        ends",
         "        ends",
     ),
     Fault(
@@ -131,7 +131,7 @@ MERGE = [
     Fault(
         "round-that-was-given-up-goes-on",
         "merge/late/sides.py",
-        "        if self.round is not None:\n            self.round.abandoned = True\n",
+        "        if self.round is not None:\n            self.round.give_up()\n",
         "",
     ),
     Fault(
@@ -166,7 +166,9 @@ MERGE = [
         "if current.abandoned or not self._completion.is_current(epoch):",
         "if current.abandoned:",
     ),
-    Fault("idle-rank-estimates", "merge/round/submission.py", " < 1 and self._had_work(current):", " < 1:"),
+    Fault(
+        "idle-rank-estimates", "merge/round/submission.py", " < 1 and (had_work := self._had_work(current)):", " < 1:"
+    ),
     Fault(
         "fingerprint-of-another-step",
         "merge/rows/row.py",
@@ -267,8 +269,8 @@ MERGE = [
     Fault(
         "estimate-unweighted",
         "merge/round/round.py",
-        "self.num_in[index] > 0, self.passes.weight * weights[index]",
-        "self.num_in[index] > 0, weights[index]",
+        "self.gradients.by_parameter[index] > 0, self.passes.weight * weights[index]",
+        "self.gradients.by_parameter[index] > 0, weights[index]",
     ),
     Fault("part-unweighted", "merge/round/round.py", "Share(weight * weights[index], ", "Share(weights[index], "),
     Fault(
@@ -277,7 +279,12 @@ MERGE = [
         "weights[index] = estimate.weight * (1 - share)",
         "weights[index] = estimate.weight",
     ),
-    Fault("dropped-in-the-row-only", "merge/round/round.py", "            self.num_in = [0] * len(computed)\n", ""),
+    Fault(
+        "dropped-in-the-row-only",
+        "merge/round/gradients_in.py",
+        "            self.by_parameter = [0] * len(shares)\n",
+        "",
+    ),
     Fault(
         "not-finite-keeps-its-weight",
         "merge/round/buffers.py",

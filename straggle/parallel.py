@@ -69,6 +69,10 @@ class _LastStep:
     record: StepRecord | None = None
     merged: Round | None = None
 
+    def note(self, merged: Round) -> None:
+        """The training thread has left this step."""
+        self.merged, self.record = merged, merged.record
+
 
 class StagedDataParallel(nn.Module):
     """Replaces ``DistributedDataParallel``; see the module `straggle` for the loop.
@@ -502,7 +506,7 @@ class StagedDataParallel(nn.Module):
             return False
         if step.optimizer is not None:
             self._steps.stepped_in_block(step.optimizer)
-        self._last.merged, self._last.record = merged, merged.record
+        self._last.note(merged)
         all_phases, usual_phases = self._phases
         for phase in usual_phases if merged.table.is_usual else all_phases:
             phase(merged)

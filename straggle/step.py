@@ -141,8 +141,17 @@ class Step:
         return Microbatch(self)
 
     @not_compiled
+    def enter_microbatch(self) -> None:
+        """A pass begins: what the model computes belongs to the step again."""
+        self.between = False
+
+    def has_passes(self, number: int) -> None:
+        """The step has so many, which no loop has announced: they are drawn."""
+        self._num_microbatches = number
+
     def end_microbatch(self, error: BaseException | None) -> bool:
         """End a pass, with its error if any; true if that was only the deadline. Any other error ends the step."""
+        self.between = True
         if isinstance(error, DeadlineReached):
             self.late = True
             self._release(error)
@@ -246,11 +255,10 @@ class Microbatch:
         self._step = step
 
     def __enter__(self) -> Step:
-        self._step.between = False
+        self._step.enter_microbatch()
         return self._step
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
-        self._step.between = True
         return self._step.end_microbatch(error)
 
 

@@ -17,7 +17,7 @@ from straggle.report import PHASES, Phase
 class Stopwatch:
     """Splits a rank's time into phases; one runs at a time. ``now()`` gives seconds, by ``clock``.
 
-    ``last_gradient_at`` is set at each gradient by the code that runs the pass; a call for each would cost more.
+    ``last_gradient_at``: when the last gradient of a pass was finished.
     """
 
     def __init__(self, clock: Callable[[], float] = world.clock) -> None:
@@ -41,6 +41,11 @@ class Stopwatch:
             self._since, self.phase = until, "data" if is_loading else "outside"
         self._seconds[self.phase] += max(0.0, now - self._since)
         self._since, self.phase = max(self._since, now), phase
+
+    def gradient(self) -> float:
+        """A gradient is finished, and it is now."""
+        self.last_gradient_at = at = self.now()
+        return at
 
     def pass_over(self) -> None:
         """The step's passes are over, and what the loop does in its block after the last gradient is none of them."""

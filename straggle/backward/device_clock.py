@@ -139,6 +139,38 @@ class StepMarks:
         self.done, self.began_at = -1, math.inf  # -1: the device is still in the step before
         self.look(now)
 
+    # -- what has happened
+
+    def segment(self, kind: str, now: float) -> None:
+        """A segment of this kind is queued."""
+        self.kinds += kind
+        self.host_at.append(now)
+        self.marks.append(self._device.mark())
+
+    def pass_over(self) -> None:
+        """A pass is queued to its end."""
+        self.num_over += 1
+
+    def leave(self, num_passes: int) -> Any:
+        """All of the rank's own work is queued, of so many passes; the mark behind it."""
+        self.num_passes, self.left = num_passes, self._device.mark()
+        return self.left
+
+    def place(self) -> Any:
+        """What merges the step is queued; the mark behind it."""
+        self.placed = self._device.mark()
+        return self.placed
+
+    def is_whole(self, own: HostTimes) -> None:
+        """All of the step was computed, and this is what the host noted of it."""
+        self.own = own
+
+    def next_begins(self) -> None:
+        """Another step begins: let go of the one before this, or none of them would ever be freed."""
+        self.previous = None
+
+    # -- how far the device is
+
     def look(self, now: float) -> None:
         """See how far the device is: it reached its last mark before now, and began so much earlier."""
         done, marks, previous = self.done, self.marks, self.previous
@@ -204,7 +236,8 @@ class DeviceClock:
         """A step begins."""
         self._collect()
         previous, before = self._step, self._placed
-        previous.previous, self._placed = None, None
+        previous.next_begins()
+        self._placed = None
         self._step = StepMarks(self._device, self._now(), previous=previous, before=before)
 
     def forward_over(self) -> None:
@@ -217,19 +250,19 @@ class DeviceClock:
 
     def pass_over(self) -> None:
         """A backward pass is queued to its end."""
-        self._step.num_over += 1
+        self._step.pass_over()
         self._mark("p", may_stop=True)
 
     def left(self) -> None:
         """All of the rank's own work is queued. Waits for it once, when the device's seconds of no step are known."""
         step = self._step
-        step.num_passes, step.left = self._limit().num_passes, self._device.mark()
+        left = step.leave(self._limit().num_passes)
         if self._times is None:
-            self._device.wait(step.left)
+            self._device.wait(left)
 
     def placed(self) -> None:
         """What merges the step is queued, too."""
-        self._step.placed = self._placed = self._device.mark()
+        self._placed = self._step.place()
         self._computing.append(self._step)
         self._merging.append(self._step)
 
@@ -257,7 +290,7 @@ class DeviceClock:
         """
         if not complete:
             return self._so_far(host)
-        self._step.own = host
+        self._step.is_whole(host)
         if self._times is None:
             self._step.look(self._now())
             self._times = self._of(self._step, host)
@@ -279,9 +312,7 @@ class DeviceClock:
         """A segment is queued: wait for the one before, if the rank is expected to be late and can be stopped."""
         step, now = self._step, self._now()
         before = step.marks[-1] if step.marks else step.entry
-        step.kinds += kind
-        step.host_at.append(now)
-        step.marks.append(self._device.mark())
+        step.segment(kind, now)
         if may_stop and self._is_expected_late(step, now):
             self._device.wait(before)
             step.look(self._now())

@@ -37,7 +37,7 @@ class JobPings(Wing):
             channel.world_size,
             channel.store,
             merged_bytes=merged_bytes,
-            sink=partial(setattr, training, "measured"),
+            sink=training.measure,
             on_its_way=rank.merging.on_its_way,
             on_long=on_long,
         )

@@ -76,6 +76,16 @@ class Saved:
     num_predicted: int = 0
     predicted_s: float = 0.0
 
+    def count(self) -> int:
+        """One more of this kind; how many there are."""
+        self.number += 1
+        return self.number
+
+    def predict(self, seconds: float) -> None:
+        """What one of them has saved is known to be this."""
+        self.num_predicted += 1
+        self.predicted_s += seconds
+
     @property
     def seconds(self) -> float:
         """By all of them."""
@@ -178,11 +188,10 @@ class Drops:
         if not dropped:
             self._whole.append(record)
         elif any(table.column("stood_in")) or any(table.column("overrun_s")):
-            self._stuck.number += 1
+            self._stuck.count()
             self._predict(record, self._stuck)  # in one of a few steps is all the time for which a rank was stuck
         else:
-            self._late.number += 1
-            if self._late.number <= FIRST or self._late.number % _ONE_IN == 0:
+            if (number := self._late.count()) <= FIRST or number % _ONE_IN == 0:
                 self._predict(record, self._late)
 
     def _predict(self, record: StepRecord, kind: Saved) -> None:
@@ -191,8 +200,7 @@ class Drops:
         for earlier, its_kind in (*pending, (record, kind)):
             report = earlier.brief()
             saved_s = self._prediction.add(report).seconds - report.seconds
-            its_kind.num_predicted += 1
-            its_kind.predicted_s += saved_s if math.isfinite(saved_s) else 0.0
+            its_kind.predict(saved_s if math.isfinite(saved_s) else 0.0)
 
     def _of(self, rank: int) -> RankDrops:
         return self._ranks.setdefault(rank, RankDrops())

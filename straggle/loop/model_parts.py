@@ -99,8 +99,9 @@ def model_parts(
 ) -> ModelParts:
     """What the training thread calls."""
     fill_in, device = FillIn(options.estimator), source.slots[0].device
-    coordinator = Coordinator(rank, source.slots, fill_in=fill_in, merge=options.merge, wings=wings)
-    coordinator.submit_hooks = registers.submit
+    coordinator = Coordinator(
+        rank, source.slots, fill_in=fill_in, merge=options.merge, wings=wings, submit_hooks=registers.submit
+    )
     opened = OpenStep(
         source,
         coordinator=coordinator,

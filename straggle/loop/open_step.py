@@ -175,9 +175,13 @@ class OpenStep(PassWatcher):
         """The step has the passes that ``made(those that it has)`` gives, which is called with the lock held."""
         assert self.step is not None
         passes = self._coordinator.change_passes(made)
-        self.step.num_microbatches = number = max(1, passes.number)
+        self.step.has_passes(number := max(1, passes.number))
         self._left = sys.maxsize if passes.is_open else number * len(self._slots)
         return passes
+
+    def call_on_backward(self, call: Callable[[], None]) -> None:
+        """Call this in the open step, whenever a backward pass is over for the most part."""
+        self.on_backward = call
 
     def out_of_data(self) -> None:
         """The loop has no more data, and its batches for the rest of the open step are not computed."""
@@ -367,7 +371,7 @@ class OpenStep(PassWatcher):
         self._num_in_pass += 1
         if self._num_in_pass == self._most and self.on_backward is not None:
             self.on_backward()
-        self.stopwatch.last_gradient_at = at = self.stopwatch.now()
+        at = self.stopwatch.gradient()
         self._waiting.append((index, gradient, at))
         self._num_taken += 1
         if not grouped or index in self.groups.ends:
@@ -506,7 +510,7 @@ class OpenStep(PassWatcher):
         super()._hold(index, parameter)
         if self._num_in_pass == self._most and self.on_backward is not None:
             self.on_backward()
-        self.stopwatch.last_gradient_at = self.stopwatch.now()
+        self.stopwatch.gradient()
         if not self._between_units:
             self.check()
 
@@ -641,7 +645,7 @@ class OpenStep(PassWatcher):
             copied = self._source.copied
             weights = [merged.buffers.weight_of(index) for index in copied]
             agreed = self._vote.agree(own, merged.table.column("inside_wait_s"), weights, merged.table.scalars())
-            merged.record = replace(merged.record, slowest_ranks=agreed.slowest, scalars=agreed.scalars)
+            merged.correct(replace(merged.record, slowest_ranks=agreed.slowest, scalars=agreed.scalars))
             found = zip(agreed.present, own, merged.buffers.views, gradients, strict=True)
             gradients = [view.zero_() if any_has and not has else gradient for any_has, has, view, gradient in found]
             if copied and not agreed.alike:

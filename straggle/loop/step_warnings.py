@@ -52,7 +52,7 @@ class StepWarnings:
         ):
             self.once("passes", f"rank {self._channel.name}, step {merged.step}: {words}")
         fruitless = self._opened.num_fruitless
-        if fruitless and merged.num_gradients == 0 and self._opened.passes_came_short(merged):
+        if fruitless and merged.gradients.number == 0 and self._opened.passes_came_short(merged):
             words = no_gradient_of_passes(fruitless)
             self.once("fruitless", f"rank {self._channel.name}, step {merged.step}: {words}")
         if self._num_empty >= 0:

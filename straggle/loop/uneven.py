@@ -44,27 +44,29 @@ class Joins:
         ``out_of_data()`` is called if that is taken in an open step. Raises ``ValueError`` if there is not one batch.
         """
         number, self.begun = self.begun, self.begun + 1
-        training.joins_over = self.begun
+        training.no_data_for(self.begun)
         if self.over > number:
             return
         source, batch = iter(loader), None
         if (following := next(source, _END)) is _END:
             raise ValueError(f"rank {rank}: the loader is empty; give every rank at least one batch")
-        self._runs, training.joins_over = True, number
+        self._runs = True
+        training.no_data_for(number)
         try:
             while self.over <= number:
                 own = following is not _END
                 if own:
                     batch, following = following, next(source, _END)
                 if following is _END:
-                    training.joins_over = number + 1
+                    training.no_data_for(number + 1)
                 self._take(training.step, own=own)
                 if not own and training.entered_at is not None:
                     out_of_data()
                 yield cast(Batch, batch)
         finally:
             if self.begun == number + 1:  # one that a loop has left open may be closed in the next one
-                self._runs, training.joins_over = False, number + 1
+                self._runs = False
+                training.no_data_for(number + 1)
 
     def _take(self, step: int, *, own: bool) -> None:
         if step != self._step:

@@ -75,10 +75,10 @@ class MembersCompletion(Completion):
 
     def _launch_rows(self, current: Round, notes: Notes, groups: ProcessGroups) -> dist.Work:
         """Launch the rows, when all of this rank's gradients are merged: they tell the others how its step went."""
-        assert current.row is not None
+        assert current.submitted is not None
         current.buffers.use_telemetry(torch.zeros_like(current.buffers.telemetry))
         # asked again: while the members change, a step may be submitted before which others are let in
-        row = without_lost(current.row, current, notes)._replace(admits=self._member.admits(current))
+        row = without_lost(current.submitted.row, current, notes)._replace(admits=self._member.admits(current))
         current.buffers.write_telemetry(self._rank.replica.place, row.numbers())
         notes.row_ranks = self._rank.rounds.ranks
         notes.last_message = current.buffers.merge_telemetry(groups.control)

@@ -22,7 +22,6 @@ from straggle import world
 from straggle.members.ask_replica import all_have_state
 from straggle.members.elastic import ElasticChannel
 from straggle.members.member import Member
-from straggle.members.moved_round import travels
 from straggle.members.pace import Pace
 from straggle.members.regrouping import Regrouping
 from straggle.members.state_wire import Encoded, check_sendable, encode, receive, send
@@ -312,7 +311,7 @@ class Healing:
 
     def _is_merging(self) -> bool:
         with self._rank.merging.lock:
-            return (current := self._rank.merging.round) is not None and travels(current)
+            return self._member.travels()
 
     def _take(self, arrival: _Arrival, state: Mapping[str, Any], *, loaders_too: bool) -> None:
         """Go on from a state; ``loaders_too``: as a new process does, whose loop has drawn nothing from them yet."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from straggle.members.away import Away
 from straggle.members.membership import Membership
-from straggle.members.moved_round import Notes, freeze, go_on, notes_of
+from straggle.members.moved_round import Notes, RoundNotes, freeze, go_on, travels
 from straggle.members.notice import Notice
 from straggle.members.put_out import PutOut
 from straggle.members.view import MergeProgress, Repair, View
@@ -55,6 +55,7 @@ class Member:
         self._away = Away(rank)
         self._catch_up: tuple[int, int] | None = None  # a healed rank: the step it must reach, and its lag then
         self._healing: frozenset[int] = frozenset()  # members that wait for their state
+        self._notes = RoundNotes()
         self._last_telemetry = torch.empty(0)  # of the last merged step, for a member that lacks it
         self._came_in_at = -1  # the step at which it was let in last
         self._tables: list[tuple[int, Table]] = []  # of the steps that were merged while this rank waits for its state
@@ -86,7 +87,12 @@ class Member:
 
     def notes_of(self, current: Round) -> Notes:
         """The notes kept with a round, with the current members' ranks."""
-        return notes_of(current, self._rank.rounds.ranks)
+        return self._notes.of(current, self._rank.rounds.ranks)
+
+    def travels(self) -> bool:
+        """Whether anything of the step that is being merged is still in flight; with the lock held."""
+        current = self._rank.merging.round
+        return current is not None and travels(current, self._notes.found(current))
 
     # -- the members change; called by the thread of `Regrouping`
 
@@ -186,7 +192,8 @@ class Member:
             merging.takes_part_from, self._gives_at, self._admits_after = sys.maxsize, -1, -1
             self._membership.detector.is_out = True
             if (current := merging.round) is not None:  # whoever still has it would hold the groups' connections
-                current.groups, current.launched, self.notes_of(current).last_message = None, [], None
+                current.let_go()
+                self.notes_of(current).last_message = None
             self.is_back = self.is_back and self.fell_behind  # if it fell behind, it is known already that it was away
             self.fell_behind = False
             merging.restore(merging.step)
@@ -322,7 +329,7 @@ class Member:
     def rows_merged(self, current: Round) -> None:
         """Clear the rows of ranks that were no members when rows were merged; the members may have changed since."""
         notes = self.notes_of(current)
-        current.is_read = False
+        current.rows_changed()
         if len(notes.row_ranks) < (count := self._rank.replica.count):
             absent = absent_row(len(self._rank.rounds.plan.stages))
             for rank in set(range(count)) - set(notes.row_ranks):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -18,7 +19,7 @@ from straggle.report import CAUSES
 
 @dataclass
 class Notes:
-    """What is kept with a round in a job whose members change; made by `notes_of`.
+    """What is known of a round in a job whose members change; made by `RoundNotes.of`.
 
     ``row_ranks``: the ranks whose rows are merged. ``merged``: buckets known to be merged. ``lost``: buckets that were
     lost by a change of members. ``last_message``: ends when all members have all of the step. ``complete``: some member
@@ -32,16 +33,26 @@ class Notes:
     complete: bool = False
 
 
-def notes_of(current: Round, ranks: tuple[int, ...]) -> Notes:
-    """The notes of a round; made with the members ``ranks`` if it has none yet."""
-    if not isinstance(current.notes, Notes):
-        current.notes = Notes(ranks)
-    return current.notes
+class RoundNotes:
+    """The notes of one member's rounds, each as long as there is that round; with the lock of the merge."""
+
+    def __init__(self) -> None:
+        self._notes = WeakKeyDictionary[Round, Notes]()
+
+    def of(self, current: Round, ranks: tuple[int, ...]) -> Notes:
+        """Those of a round; made with the members ``ranks`` if it has none yet."""
+        if (notes := self._notes.get(current)) is None:
+            self._notes[current] = notes = Notes(ranks)
+        return notes
+
+    def found(self, current: Round) -> Notes | None:
+        """Those of a round, if it has any."""
+        return self._notes.get(current)
 
 
 def freeze(current: Round, notes: Notes) -> MergeProgress:
     """Launch nothing from here on: the members change. Returns how far this rank has come."""
-    current.groups = None
+    current.hold_back()
     notes.merged |= {b for b, works in enumerate(current.launched) if works and all(map(succeeded, works))}
     complete = notes.complete or (notes.last_message is not None and succeeded(notes.last_message))
     return MergeProgress(current.step, len(current.launched), frozenset(notes.merged), complete)
@@ -67,18 +78,16 @@ def go_on(
     num_launched = repair.num_launched if new else len(current.launched)
     lost = frozenset(b for b in range(num_launched) if b not in notes.merged)
     if lost or not all(work.is_completed() for work in chain.from_iterable(current.launched)):
-        old, current.buffers = current.buffers, renew()
-        current.buffers.take_over(old, lost)
+        current.move(renew(), lost)
     notes.lost |= lost - repair.given.keys()
     notes.last_message = None
-    current.rows_tell_all = not (repair.given or repair.kept)
     launched: list[list[dist.Work]] = [[] for _ in range(num_launched)]
     for bucket in range(num_launched):
         if (giver := repair.given.get(bucket)) is not None:
             launched[bucket] = current.buffers.broadcast(bucket, groups, place_of[giver])
         elif bucket not in repair.kept:
             launched[bucket] = current.buffers.resend(bucket, groups)
-    current.go_on_in(groups, launched, generation)
+    current.go_on_in(groups, launched, generation, rows_tell_all=not (repair.given or repair.kept))
 
 
 def without_lost(row: Row, current: Round, notes: Notes) -> Row:
@@ -95,8 +104,8 @@ def without_lost(row: Row, current: Round, notes: Notes) -> Row:
     return row._replace(computed=computed, estimated=estimated, weights=weights, cause=cause)
 
 
-def travels(current: Round) -> bool:
+def travels(current: Round, notes: Notes | None) -> bool:
     """Whether anything that was launched is still in flight."""
-    last = current.notes.last_message if isinstance(current.notes, Notes) else None
+    last = None if notes is None else notes.last_message
     works = chain(chain.from_iterable(current.launched), [] if last is None else [last])
     return not all(work.is_completed() for work in works)

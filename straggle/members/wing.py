@@ -55,7 +55,7 @@ class Members(Wing):
         self.comes_late = channel.comes_late
         self._probes = Probes(rank.stopwatch.now, self._tell_probe)
         self._own_collectives = OwnCollectives(channel.membership, known_s=_GONE_S)
-        rank.stand_in.waits_for_room = False  # a rank that is far behind takes a state instead, so no peer waits for it
+        rank.stand_in.need_no_room()  # a rank that is far behind takes a state instead
 
     def attach(
         self,
@@ -129,7 +129,7 @@ class Members(Wing):
 
     def enter(self) -> None:
         """Give this rank's state to a newcomer, or wait for another rank's state."""
-        self._rank.stand_in.is_known = False
+        self._rank.stand_in.know(False)
         if self.comes_late:
             self._come_late()
         own_s = self._probes.came()
@@ -191,7 +191,7 @@ class Members(Wing):
 
     def failed(self, what: str) -> None:
         """Leave the members, so that the peers go on."""
-        self._rank.stand_in.is_known = True
+        self._rank.stand_in.know(True)
         membership = self.channel.membership
         if membership.inside.size > 1 and (PeerFailed.__name__ in what or is_of_peer(RuntimeError(what))):
             self._await_view_without_replica()  # which names the rank that is gone, as this error does not

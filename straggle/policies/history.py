@@ -157,8 +157,14 @@ class HistoryWindow:
         self._num_steps = 0
         self._progress: ProgressWindow | None = None
 
+    def scale(self, *, cost: float = math.nan, microbatches: float = math.nan) -> None:
+        """Times are of steps of this cost, or of so many micro-batches, from here on; NaN: as before."""
+        self.mean_cost = self.mean_cost if math.isnan(cost) else cost
+        self.mean_microbatches = self.mean_microbatches if math.isnan(microbatches) else microbatches
+
     def deal(self, *, evenly: bool, from_step: int) -> None:
-        """From when so many steps are merged, no rank is slow whatever it is given, or some rank is."""
+        """Work is dealt; from so many merged steps on no rank is slow whatever it is given, or some rank is."""
+        self.dealt = True
         self._evenly = [(step, own) for step, own in self._evenly if step < from_step] or [(0, True)]
         self._evenly = [*self._evenly[-2:], (from_step, evenly)]
 

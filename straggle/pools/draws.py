@@ -33,6 +33,10 @@ class StoreCounters:
         self._last = {rank: ""}  # by rank, the last seen value of its share's key
         self.num_requests = self.num_put_back = 0
 
+    def put_back(self, number: int) -> None:
+        """So many micro-batches are back."""
+        self.num_put_back += number
+
     def ask(self, store: Any, step: int, request: Request) -> Owner | int:
         """Send a request and return its answer, as if each step had keys of its own."""
         return self._count(store, step, request) if isinstance(request, Count) else self._owner(store, step, request)
@@ -187,4 +191,4 @@ class Draws:
         while self._drawer.puts_back and (request := self._drawer.request(self._pool)) is not None:
             self._drawer, _ = self._drawer.answered(self._pool, self._counters.ask(store, self._step, request))
             if not self._drawer.puts_back:
-                self._counters.num_put_back += len(self._drawer.numbers)
+                self._counters.put_back(len(self._drawer.numbers))

@@ -101,7 +101,7 @@ class Pulling(Wing):
                 stuck_at=opened.stopwatch.now() + self._times.put_back_after_s,
             )
 
-        opened.on_backward = ask_ahead
+        opened.call_on_backward(ask_ahead)
         while opened.step is step and not opened.stopped:
             draws.left(sharing.difference(channel.awaited))
             if begun + 1 >= len(draws.numbers):
@@ -160,7 +160,7 @@ class Pulling(Wing):
         if times != self._times:
             self._times = times
             with self._rank.merging.lock:  # because the stand-in reads it
-                self._rank.training.unentered_s = times.step_s
+                self._rank.training.wait_unentered(times.step_s)
 
     def _learn(self, table: Table, num_parts: int) -> None:
         away = table.absent_ranks() | table.stood_in_ranks()

@@ -82,19 +82,19 @@ class Replay(Wing):
 def decision_of(opened: OpenStep, current: Round) -> Decision:
     """What this rank decided in the step that it has left, for a recording."""
     # including micro-batches that came after its part was submitted: they have run
-    parts, submitted = opened.last_passes.parts, current.passes.parts
+    parts, merged, own = opened.last_passes.parts, current.passes.parts, current.submitted
     decision = Decision(
         current.step,
-        current.num_gradients,
+        current.gradients.number,
         opened.last_left_at,
         current.stood_in,
-        current.num_over,
+        current.gradients.num_over,
         parts=parts,
-        had_work=current.had_work,
-        joins_over=current.joins_over,
-        num_parts=None if submitted is None or submitted == parts else len(submitted),
+        had_work=None if own is None else own.had_work,
+        joins_over=None if own is None else own.joins_over,
+        num_parts=None if merged is None or merged == parts else len(merged),
         members_changed=current.generation > 0,
     )
-    if current.entered:
+    if own is None or own.entered:
         return decision  # the loop decides whether there are data for the step
-    return replace(decision, idle=current.idle, entered=False)
+    return replace(decision, idle=own.idle, entered=False)

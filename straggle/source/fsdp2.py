@@ -203,6 +203,10 @@ class Inside:
         if not goes_on:
             self._waited_s = 0.0
 
+    def weigh(self, factor: float) -> None:
+        """Until the step ends this rank's gradients count by so much more or less."""
+        self.factor = factor
+
     def waited_s(self) -> float:
         """Seconds that it was in FSDP's collectives in this step, and in those before it that this one goes on.
 

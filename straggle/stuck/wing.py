@@ -73,7 +73,7 @@ class StuckWatch(Wing):
         self._ident = threading.get_ident()
         if self._limit_s == math.inf or self._channel.world_size == 1:
             return
-        self._rank.stand_in.place = self._where_now
+        self._rank.stand_in.say_where(self._where_now)
         self._thread = world.Thread(target=self._run, name="straggle-stuck", daemon=True)
         self._thread.start()
 

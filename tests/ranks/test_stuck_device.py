@@ -131,7 +131,7 @@ def test_training_ends_on_all_ranks_with_the_rank_step_and_stage_of_a_stuck_devi
 
 def explain_what_hangs_here(rank):
     channel = Channel(None, give_up_s=30.0)
-    channel.own_failure = lambda: f"rank {rank}: its device hangs"
+    channel.device_is_watched(lambda: f"rank {rank}: its device hangs")
     return channel.explain("rows")
 
 

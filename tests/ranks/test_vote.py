@@ -86,6 +86,9 @@ class Inside:
     def begin(self, *, goes_on):
         self.factor = 1.0 + goes_on
 
+    def weigh(self, factor):
+        self.factor = factor
+
 
 def votes_of_two(rank):
     """The ranks of a replica, of two replicas: ranks 0 and 1, 2 and 3, ask three times, weigh and agree."""

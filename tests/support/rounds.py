@@ -30,7 +30,8 @@ def merged_round(
     plan, slots = plan_stages(module, None), slots_of(module.named_parameters())
     buffers = StageBuffers(plan, slots, 1, num_state=0, drop_nonfinite=True)
     current = Round(step, Layout(plan, slots), buffers, RoundTerms(None))
-    current.stood_in = stood_in
+    if stood_in:
+        current.stand_in()
     num_stages = len(plan.stages)
     nothing = (0.0,) * num_stages
     of_stages = {"computed": nothing, "estimated": nothing, "stage_s": nothing}

@@ -105,7 +105,6 @@ class CurrentDeadline:
         Whether all then take as long (``evenly``) counts from the step on to which no rank can have come without
         having heard of it ``after`` this step: its merges are up to ``max_lag`` ahead of its training thread.
         """
-        self._window.dealt = True
         self._window.deal(evenly=evenly, from_step=after + 2 + self.late_handling.max_lag if after >= 0 else 0)
         self._use_costs()
 
@@ -154,14 +153,14 @@ class CurrentDeadline:
         """The expected length of each rank's step relative to a usual one."""
         window, costs = self._window, table.costs()
         if math.isnan(window.mean_cost) and not math.isnan(mean := mean_cost_of(costs)):
-            window.mean_cost = mean
+            window.scale(cost=mean)
             self._use_costs()
         as_usual = self.dealt or set(table.column("num_microbatches")) == {window.mean_microbatches}
         if as_usual and math.isnan(window.mean_cost):
             return [1.0] * len(costs)
         numbers = table.num_microbatches()
         if math.isnan(window.mean_microbatches) and not self.dealt:
-            window.mean_microbatches = mean_cost_of(numbers)
+            window.scale(microbatches=mean_cost_of(numbers))
             self._use_costs()
         return self._usual_cost.relative_of(costs, numbers)
 

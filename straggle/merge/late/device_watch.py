@@ -45,6 +45,10 @@ class QueuedStep:
         self.is_over = False  # written by the watching thread
         self._watch = watch
 
+    def over(self) -> None:
+        """The device has done all of it; by the watching thread, and nobody writes it again."""
+        self.is_over = True
+
     def launches(self, bucket: int) -> None:
         """This rank's gradients of a bucket are queued, and their merge is about to be."""
         watch = self._watch
@@ -103,7 +107,7 @@ class DeviceWatch:
         self._trouble_at = math.inf  # when a peer was first seen to have failed
         self._queue: Callable[[], object] = object
         self._closing = world.Event()
-        channel.own_failure = self.own_failure
+        channel.device_is_watched(self.own_failure)
 
     def begin(self, step: int, names: Sequence[str]) -> QueuedStep:
         """Where the marks of this step go; ``names``: of its buckets."""
@@ -207,7 +211,7 @@ class DeviceWatch:
             return None
         if not self._ready(queued.merged):
             return Stuck(queued, _in_words(queued.names), False, now - queued.merged_at, queued.merged)
-        queued.is_over = True
+        queued.over()
         return None
 
     def _ready(self, mark: Any) -> bool:

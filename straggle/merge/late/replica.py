@@ -47,7 +47,8 @@ class Agreed:
 class Inside(Protocol):
     """This rank inside of its replica."""
 
-    factor: float
+    def weigh(self, factor: float) -> None:
+        """Until the step ends this rank's gradients count by so much more or less."""
 
     def begin(self, *, goes_on: bool) -> None:
         """A step begins; ``goes_on``: what it waits in it is of the one before."""
@@ -250,7 +251,7 @@ class UnitVote:
         """The mean of the ranks' weights; until the step ends, this rank's gradients count by its own over that."""
         total: float = self._sum(torch.tensor([weight], dtype=torch.float64), "step.weight")[0]
         mean = total / self._channel.world_size
-        self._inside.factor = weight / mean
+        self._inside.weigh(weight / mean)
         return mean
 
     def agree(

@@ -117,6 +117,14 @@ class TrainingSide:
         """Its step has this weight."""
         self.weight, self.passes = weight, self.passes.weighed(weight)
 
+    def use(self, passes: Passes) -> None:
+        """Its step has these passes from here on; by the stand-in, too."""
+        self.passes = passes
+
+    def no_data_for(self, joins_over: int) -> None:
+        """It has no more data for so many loops over `join`. Needs no lock: one number, that others only read."""
+        self.joins_over = joins_over
+
     def set_cost(self, cost: float) -> None:
         """Its step costs this much."""
         self.cost = cost
@@ -219,6 +227,14 @@ class TrainingSide:
         """Ways to peers as they were measured last, with how long ago that was."""
         return tuple(Way(way.source, way.target, way.link, now - at) for at, way in self.measured)
 
+    def measure(self, ways: tuple[tuple[float, Way], ...]) -> None:
+        """Ways to peers are measured. Needs no lock: they are another tuple, never a changed one."""
+        self.measured = ways
+
+    def wait_unentered(self, seconds: float) -> None:
+        """So long after a merge no rank waits for one that has not entered the step; with the lock held."""
+        self.unentered_s = seconds
+
     def stop(self) -> None:
         """Ask it to leave the step that it is in or enters next."""
         self.asked_step = self.step
@@ -313,6 +329,6 @@ class MergeSide:
     def restore(self, step: int) -> None:
         """The rank goes on from another run, or comes to a job that is in ``step``; what it has begun is given up."""
         if self.round is not None:
-            self.round.abandoned = True
+            self.round.give_up()
         self.step, self.round = step, None
         self._on_its_way = -1, self.merged_at

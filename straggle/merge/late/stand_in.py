@@ -58,10 +58,9 @@ class StandIn:
         self._deadline = deadline
         self._channel = channel
         self._stopwatch = training.stopwatch
-        self._lock = merging.lock
         self._device = device
-        self.device_clock: DeviceClock | None = None  # if ranks are late by their devices
-        self.waits_for_room = True  # after `max_lag` merged steps the peers wait for this rank
+        self._device_clock: DeviceClock | None = None  # if ranks are late by their devices
+        self._waits_for_room = True  # after `max_lag` merged steps the peers wait for this rank
         self._wakes = world.Condition(merging.lock)
         self._thread: world.Thread | None = None
         self._closing = False
@@ -75,7 +74,21 @@ class StandIn:
         self._posted_stuck_s = 0  # for how long the training thread is stuck, as last reported
         self.error: BaseException | None = None  # what ended the thread
         self.is_known = False  # the training thread has raised that, or an error of its own, and is in no step since
-        self.place: Callable[[], str] = str  # where the training thread is, in words; called without the lock
+        self._place: Callable[[], str] = str  # where the training thread is, in words; called without the lock
+
+    # -- before it starts
+
+    def be_late_by(self, clock: DeviceClock) -> None:
+        """This rank is late by its device."""
+        self._device_clock = clock
+
+    def need_no_room(self) -> None:
+        """A rank that is far behind goes on in another way, so no peer waits for it after `max_lag` merged steps."""
+        self._waits_for_room = False
+
+    def say_where(self, place: Callable[[], str]) -> None:
+        """``place()``: where the training thread is, in words; called without the lock."""
+        self._place = place
 
     @property
     def watches(self) -> bool:
@@ -100,7 +113,7 @@ class StandIn:
 
     def close(self) -> None:
         """End the thread."""
-        with self._lock:
+        with self._merging.lock:
             self._closing = True
             self._wakes.notify()
         if self._thread is not None:
@@ -167,14 +180,14 @@ class StandIn:
     def _clock_from(self, now: float) -> float:
         """What the deadline of the training thread's step counts from: its entry, or that of the device."""
         training = self._training
-        if self.device_clock is None or training.entered_at is None or training.clock_from < training.entered_at:
+        if self._device_clock is None or training.entered_at is None or training.clock_from < training.entered_at:
             return training.clock_from
-        return self.device_clock.began_at(now)
+        return self._device_clock.began_at(now)
 
     @property
     def _device_done(self) -> bool:
         """Whether this rank's own work is done when it is submitted, or by now."""
-        return self.device_clock is None or self.device_clock.is_done
+        return self._device_clock is None or self._device_clock.is_done
 
     def give_nothing(self, gives_nothing: bool) -> None:
         """Submit every step at once, empty, or stop doing so."""
@@ -189,6 +202,10 @@ class StandIn:
         self._wakes.notify()
         self._merging.step_merged.notify_all()
 
+    def know(self, known: bool) -> None:
+        """The training thread has raised what ended this rank, or an error of its own; or it enters a step."""
+        self.is_known = known
+
     def check(self) -> None:
         """Raise what ended the thread, if anything did; by any thread, also without the lock."""
         if self.error is not None:
@@ -197,11 +214,11 @@ class StandIn:
 
     def end_unlocked(self, error: BaseException) -> None:
         """The same, without the lock: a training thread that waits for its device may have it, and raises later."""
-        if self._lock.acquire(timeout=_LOCK_S):
+        if self._merging.lock.acquire(timeout=_LOCK_S):
             try:
                 self.end(error)
             finally:
-                self._lock.release()
+                self._merging.lock.release()
         else:
             self.error, self._closing = error, True
             self._training.stop_up_to(sys.maxsize)
@@ -220,7 +237,7 @@ class StandIn:
                 while self._act(submit_for_stuck, complete):
                     pass
         except BaseException as error:
-            with self._lock:
+            with self._merging.lock:
                 self.error = error
                 if not isinstance(error, PeerFailed | SystemExit):  # the training thread raises these
                     _log.error("rank %d: its stand-in ended, no thread submits for it: %r", self._channel.name, error)
@@ -231,7 +248,7 @@ class StandIn:
         """Carry out the action for this moment; false if that is the end."""
         current, words = None, ""
         # one lock from the decision to the sleep: a notification in between would be lost
-        with self._lock:
+        with self._merging.lock:
             step, now = self._merging.step, self._stopwatch.now()
             action = decide(now, self._situation(now), self._limits())
             match action:
@@ -259,21 +276,21 @@ class StandIn:
             if action.finished:
                 self._channel.post_finished(step, self._training.num_collectives)
             if changed:
-                self._channel.post_doing(words and words + self.place())
+                self._channel.post_doing(words and words + self._place())
         return not isinstance(action, End)
 
     def _give_back(self) -> None:
         """Give back the passes that the training thread has not begun."""
-        self._training.passes = passes = self._training.passes.give_back()
+        self._training.use(passes := self._training.passes.give_back())
         if (current := self._merging.round) is not None:
-            current.passes = passes
+            current.use(passes)
 
     def _note_answer(self, step: int, *, waits: bool, owed: int | None) -> None:
         """Note whether a quorum waits in ``step``, unless that is merged by now.
 
         ``owed``: the collectives of the loop's own that it has begun; ``None``: it is not known, so nobody is late.
         """
-        with self._lock:
+        with self._merging.lock:
             if step != self._merging.step:
                 return
             if waits and owed is not None:
@@ -305,7 +322,7 @@ class StandIn:
             late_after_s,
             deadline.after_quorum_of(by_number),
             grace_s=deadline.late_handling.grace_of(late_after_s),
-            max_lag=max_lag if self.waits_for_room or not max_lag else sys.maxsize,
+            max_lag=max_lag if self._waits_for_room or not max_lag else sys.maxsize,
             unentered_s=self._training.unentered_s if deadline.can_be_late else math.inf,
         )
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from straggle.merge.round.rank_parts import RankParts
 from straggle.merge.round.round import Round
 from straggle.merge.rows.table import Table
-from straggle.merge.state.exchange import Exchange, Manifest, different_tensors, transfers
+from straggle.merge.state.exchange import NOTHING_GIVEN, Exchange, Manifest, different_tensors, transfers
 from straggle.merge.wire.channel import GroupsChanged
 from straggle.merge.wire.groups import ProcessGroups
 
@@ -80,9 +80,9 @@ class OtherState:
         sums: Mapping[str, int] = {}
         if training.is_in(current.step) and training.entry.tensors is not None:
             sums = training.entry.tensors.as_mapping()
-        manifests = exchange.manifests(Manifest.of(current.given, sums))
-        current.differing = different_tensors(manifests.values())
-        current.sent = exchange.carry_out(transfers(manifests), current.given)
+        given = NOTHING_GIVEN if current.submitted is None else current.submitted.given
+        manifests = exchange.manifests(Manifest.of(given, sums))
+        current.exchanged(different_tensors(manifests.values()), exchange.carry_out(transfers(manifests), given))
 
     def _is_asked(self, current: Round) -> bool:
         table = current.read_rows()

@@ -48,7 +48,16 @@ class Coordinator:
     ``slots`` may be others after a `replan`.
     """
 
-    def __init__(self, rank: RankParts, slots: Sequence[Slot], *, fill_in: FillIn, merge: Merge, wings: Wings) -> None:
+    def __init__(
+        self,
+        rank: RankParts,
+        slots: Sequence[Slot],
+        *,
+        fill_in: FillIn,
+        merge: Merge,
+        wings: Wings,
+        submit_hooks: Mapping[int, Callable[[int], object]],
+    ) -> None:
         self._rank, self._wings = rank, wings
         self.training, self.merging = rank.training, rank.merging
         self.stopwatch, self.deadline = rank.stopwatch, rank.deadline
@@ -60,7 +69,7 @@ class Coordinator:
         self._submission = Submission(rank, wings, slots, fill_in)
         self.names = ScalarNames(rank.channel)  # of what users log
         self._merged_steps = MergedSteps(rank, wings, self.names)
-        self.submit_hooks: Mapping[int, Callable[[int], object]] = {}  # the model's
+        self._submit_hooks = submit_hooks  # the model's, which a user may add to
         self.waiting: deque[Finished] = deque()
         self._pass_number = 0
         self._device = rank.device
@@ -204,13 +213,13 @@ class Coordinator:
         with self._lock:
             self._pass_number = number
             if (current := self._own_round()) is not None:
-                current.begin_pass()
+                current.gradients.begin_pass()
 
     def end_pass(self, number: int) -> None:
         """Backward pass ``number`` of the training thread's step is over."""
         with self._lock:
             if (current := self._own_round()) is not None:
-                current.end_pass(number)
+                current.gradients.end_pass(number)
 
     def weigh(self, weight: float) -> None:
         """Give this rank's step a weight. Raises ``RuntimeError`` after the first gradient."""
@@ -218,9 +227,9 @@ class Coordinator:
             weight = vote.weigh(weight)
         with self._lock:
             if self._takes_part and (current := self.merging.round) is not None:
-                if current.num_gradients:
+                if current.gradients.number:
                     raise RuntimeError("step.weight comes before the first backward pass: gradients are scaled by it")
-                current.passes = current.passes.weighed(weight)
+                current.use(current.passes.weighed(weight))
             self.training.weigh(weight)
 
     def end_data(self, num_passes: int) -> None:
@@ -234,9 +243,9 @@ class Coordinator:
     def change_passes(self, changed: Callable[[Passes], AnyPasses]) -> AnyPasses:
         """The training thread's step has others from here on: ``changed(those that it has)``, with the lock held."""
         with self._lock:
-            self.training.passes = passes = changed(self.training.passes)
+            self.training.use(passes := changed(self.training.passes))
             if (current := self._own_round()) is not None:
-                current.passes = passes
+                current.use(passes)
         return passes
 
     def set_cost(self, cost: float) -> None:
@@ -262,9 +271,9 @@ class Coordinator:
         if (current := self._open_own_round()) is None:
             return False
         number, entered_at = self._pass_number, self.training.entered_at or 0.0
-        last_in, num_in, most = current.last_in, current.num_in, current.passes.number
+        gradients, most = current.gradients, current.passes.number
         for index, _, _ in waiting:
-            if (twice := last_in[index] == number) or num_in[index] == most:
+            if (twice := gradients.last[index] == number) or gradients.by_parameter[index] == most:
                 raise RuntimeError(self._too_many(index, twice=twice))
         return self._complete(current, current.accumulate(waiting, number), entered_at)
 
@@ -286,7 +295,7 @@ class Coordinator:
         """Whether no backward pass gives parameter ``index`` its gradient; ``None``: that is not known so far."""
         with self._lock:
             current = self._open_own_round()
-            return None if current is None else current.given_by_hand(index)
+            return None if current is None else current.gradients.given_by_hand(index)
 
     def place(self, gradients: Mapping[int, Tensor]) -> list[int]:
         """Merge these gradients of the entire step, which the loop has computed by itself; all of them, or none.
@@ -297,7 +306,7 @@ class Coordinator:
         with self._lock:
             if (current := self._open_own_round()) is None:
                 return []
-            if twice := [index for index in gradients if current.num_in[index]]:
+            if twice := [index for index in gradients if current.gradients.by_parameter[index]]:
                 return twice
             current.place(gradients)
             now, entered_at = self.stopwatch.now(), self.training.entered_at or 0.0
@@ -369,7 +378,7 @@ class Coordinator:
         if current is not None:
             if posts:
                 self._channel.post_finished(current.step, self.training.num_collectives)
-            for hook in tuple(self.submit_hooks.values()):
+            for hook in tuple(self._submit_hooks.values()):
                 hook(current.step)
             self._merged_steps.complete(current, on_merged=on_merged)
         return self._take()
@@ -404,7 +413,7 @@ class Coordinator:
         merged = self._merged_steps.take()
         if (error := self._submission.error) is not None:
             if self._wings.go_on:
-                self._submission.error = None  # it may take part again
+                self._submission.forget_error()  # it may take part again
             for phase in self._wings.failed:
                 phase(f"{self._rank.where(merged.step)}: {error!r}")
             raise error

@@ -59,8 +59,7 @@ class MergedSteps:
                     break
                 merging.step_merged.wait()
             training.take(merged, self._rank.stopwatch.now())
-            if not merged.buffers.is_queued:
-                merged.launched = []  # which have memory of their own, and are over
+            merged.taken()
             for phase in self._wings.taken:
                 phase()
             self._rank.rounds.hold(merged.buffers)
@@ -76,7 +75,7 @@ class MergedSteps:
             for phase in self._phases:
                 phase(current)
             # with the lock still held: the other thread may publish the next step as soon as it is free
-            error, self._result.error = self._result.error, None
+            error = self._result.take_error()
         if error is not None:
             raise error
         return True

@@ -72,7 +72,7 @@ class RankParts:
             queued=device.is_queued and not channel.groups_change,
         )
         if rounds.are_queued:
-            rounds.watch = DeviceWatch(device, channel, stand_in.end_unlocked)
+            rounds.watch_device(DeviceWatch(device, channel, stand_in.end_unlocked))
         among = rounds.ranks if channel.formed is None else channel.formed.ranks
         rounds.merge_among(channel.formed, among, 0)
         if len(among) < channel.world_size:  # the job has begun without a rank that will not come
@@ -81,7 +81,7 @@ class RankParts:
         if device.is_queued and deadline.late_handling.late_by == "device":
             between = deadline.late_handling.granularity == "microbatch"
             clock = DeviceClock(device, stopwatch.now, stand_in.limit_by_device, between_passes=between)
-            stand_in.device_clock = clock
+            stand_in.be_late_by(clock)
         numbers = DeviceNumbers(device)
         return RankParts(stopwatch, device, numbers, channel, replica, *sides, deadline, stand_in, rounds, clock)
 

@@ -10,8 +10,9 @@ from straggle.merge.late.device_watch import DeviceWatch
 from straggle.merge.late.sides import MergeSide, TrainingSide
 from straggle.merge.options import Merge
 from straggle.merge.round.buffers import StageBuffers, keep_freed_memory
+from straggle.merge.round.gradients_in import Usage
 from straggle.merge.round.queued_buffers import QueuedBuffers
-from straggle.merge.round.round import Layout, Round, RoundTerms, Usage
+from straggle.merge.round.round import Layout, Round, RoundTerms
 from straggle.merge.wire.groups import ProcessGroups
 from straggle.policies.merge_time import QUICK_S
 from straggle.source.source import Slot
@@ -52,6 +53,10 @@ class Rounds:
         self.begin_anew()
         self.learn(plan)
 
+    def watch_device(self, watch: DeviceWatch) -> None:
+        """This sees that the device is stuck; before the first round."""
+        self.watch = watch
+
     def learn(self, plan: StagePlan) -> None:
         """Merge by this plan from here on; between two steps, on all ranks alike."""
         self.plan = plan
@@ -83,12 +88,17 @@ class Rounds:
         """Begin the round of the step that is merged, with what is known of this rank's part in it."""
         buffers = self._spare or self.new_buffers()
         self._spare = None
-        passes, max_over = training.passes_in(merging.step), training.entry.max_over
-        current = Round(merging.step, self._layout, buffers, self._terms(), usage=self._usage, passes=passes)
-        if max_over is not None and passes is training.passes:  # it is in the step
-            current.max_over = max_over
-        if self.watch is not None:
-            current.marks = self.watch.begin(merging.step, self._layout.bucket_names)
+        passes = training.passes_in(merging.step)
+        current = Round(
+            merging.step,
+            self._layout,
+            buffers,
+            self._terms(),
+            usage=self._usage,
+            passes=passes,
+            max_over=training.entry.max_over if passes is training.passes else None,  # it is in the step
+            marks=None if self.watch is None else self.watch.begin(merging.step, self._layout.bucket_names),
+        )
         merging.begin(current)
         return current
 

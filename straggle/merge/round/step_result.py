@@ -8,7 +8,6 @@ from straggle.merge.round.completion import OtherState
 from straggle.merge.round.rank_parts import RankParts
 from straggle.merge.round.round import Round
 from straggle.merge.rows.step_record import StepRecord
-from straggle.merge.rows.table import Table
 from straggle.merge.rows.telemetry import ScalarNames, absent_row
 from straggle.merge.wing import Wings
 
@@ -19,7 +18,7 @@ class StepResult:
     def __init__(self, rank: RankParts, names: ScalarNames, wings: Wings, others: OtherState) -> None:
         self._rank, self._names, self._wings, self._others = rank, names, wings, others
         self._ended_s = math.inf, math.nan  # the deadline that the step had, and one that is not enforced
-        self.error: Exception | None = None  # the policy's, to be raised after all phases
+        self._error: Exception | None = None  # the policy's
 
     def read(self, current: Round) -> None:
         """Read the rows of all ranks."""
@@ -39,13 +38,18 @@ class StepResult:
                 deadline.decide(table)
         except Exception as error:  # a policy may be the user's
             self._rank.channel.post_failure(f"{self._rank.where(current.step)}: {error!r}")
-            self.error = error
+            self._error = error
+
+    def take_error(self) -> Exception | None:
+        """The policy's, to be raised after all phases."""
+        error, self._error = self._error, None
+        return error
 
     def record(self, current: Round) -> None:
         """Note what happened in the step, whose time ends now."""
         now = self._rank.stopwatch.now()
-        current.sent = {} if current.table.is_usual else self._others.sent_in(current, current.table)
-        current.record = self._recorded(current, now - self._rank.merging.merged_at, now)
+        sent = {} if current.table.is_usual else self._others.sent_in(current, current.table)
+        current.recorded(self._recorded(current, now - self._rank.merging.merged_at, now), sent)
 
     def keep(self, current: Round) -> None:
         """Put the round into the ring, for the training thread to take."""
@@ -56,15 +60,10 @@ class StepResult:
         """What a step comes to for a rank that takes no part in it."""
         rank, now = self._rank, self._rank.stopwatch.now()
         current = rank.rounds.empty(step)
-        num_stages = len(current.layout.plan.stages)
-        current.buffers.rows[:] = absent_row(num_stages)
-        current.stood_in, current.sent = True, {}
-        current.generation = max(1, current.generation)  # the ranks that merge are others than at first
-        current.table = Table(current.buffers.rows.clone(), num_stages)
-        current.table.probed = rank.training.probes
+        current.merged_without(absent_row(len(current.layout.plan.stages)), probed=rank.training.probes)
         self._ended_s = rank.deadline.seconds, rank.deadline.shadow_s
         since_s = now - rank.training.applied_at
-        current.record = self._recorded(current, since_s if math.isfinite(since_s) else 0.0, now)
+        current.recorded(self._recorded(current, since_s if math.isfinite(since_s) else 0.0, now), {})
         return current
 
     def _recorded(self, current: Round, seconds: float, now: float) -> StepRecord:
@@ -79,7 +78,7 @@ class StepResult:
             shadow_s=shadow_s,
             rules=deadline.rules,
             usual_cost=deadline.usual_cost,
-            merged_weights=() if current.rows_tell_all else current.merged_weights(),
+            merged_weights=() if current.terms.rows_tell_all else current.merged_weights(),
             differing=current.differing,
             dealt=deadline.dealt,
             merged_at=now,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from straggle.merge.round.rank_parts import RankParts
-from straggle.merge.round.round import Contribution, Round
+from straggle.merge.round.round import Contribution, Round, Submitted
 from straggle.merge.rows.device_numbers import NOTHING_ARRIVED
 from straggle.merge.rows.row import by_device, row_of
 from straggle.merge.rows.telemetry import MAX_SCALARS
@@ -44,9 +44,10 @@ class Submission:
             self._complete(current, current.add_beside(own))
         if not truncated:
             training.microbatch_finished()
-        if min(own.computed) < 1 and self._had_work(current):
+        had_work = None
+        if min(own.computed) < 1 and (had_work := self._had_work(current)):
             own = self._estimate(current, own)
-        return self._submit(current, own, scalars, given)
+        return self._submit(current, own, scalars, given, had_work)
 
     def _estimate(self, current: Round, own: Contribution) -> Contribution:
         """Let the estimator fill in."""
@@ -63,9 +64,13 @@ class Submission:
             self._rank.training.fail()
             self._rank.channel.post_failure(f"{self._rank.where(current.step)}: {error!r}")
 
+    def forget_error(self) -> None:
+        """It was raised, and the rank may take part again."""
+        self.error = None
+
     def finished(self, current: Round) -> float:
         """Submit what the training thread finished, and nothing for the rest; when that was."""
-        current.stood_in = True
+        current.stand_in()
         if current.passes.may_end_early:
             self._complete(current, current.end_early())
         own = current.finished_part(self._rank.stopwatch.phase)
@@ -91,10 +96,16 @@ class Submission:
         entry = self._rank.training.entry
         if (had_work := entry.had_work) is None:
             had_work = current.passes.number > 0 and not entry.idle
-        current.had_work = had_work
         return had_work
 
-    def _submit(self, current: Round, own: Contribution, scalars: Mapping[str, float], given: Given) -> float:
+    def _submit(
+        self,
+        current: Round,
+        own: Contribution,
+        scalars: Mapping[str, float],
+        given: Given,
+        had_work: bool | None = None,
+    ) -> float:
         """Launch all collectives that are left, the last with the telemetry; when that was."""
         training, merging, channel = self._rank.training, self._rank.merging, self._rank.channel
         weights, in_step = current.weights(own), training.is_in(current.step)
@@ -120,10 +131,8 @@ class Submission:
             row = phase(current, row)
         current.buffers.write_state(given.message)
         current.buffers.write_telemetry(self._rank.replica.place, row.numbers())
-        current.row, current.given = row, given
-        current.joins_over = row.joins_over if current.stood_in else None
-        current.idle, current.entered = training.entry.idle, in_step
-        current.close(own, weights)
+        joins_over = row.joins_over if current.stood_in else None
+        current.close(own, weights, Submitted(row, given, training.entry.idle, in_step, had_work, joins_over))
         now = self._rank.stopwatch.now()
         merging.submit(now)
         return now

@@ -65,7 +65,7 @@ def row_of(
         estimated=layout.by_stage([own.estimated.get(index, 0.0) for index in range(len(own.computed))])
         if own.estimated
         else (0.0,) * len(computed),
-        stage_s=tuple(current.stage_s),
+        stage_s=tuple(current.gradients.stage_s),
         weights=computed if weights is own.computed else layout.by_stage(weights),
         merge_s=merging.merge_s,
         num_microbatches=max(1, passes.number),
@@ -80,7 +80,7 @@ def row_of(
         counts_behind=arrived.behind,
         skipped_before=arrived.skipped,
     )
-    return row if passes.parts is None or not in_step else passes.tell(row, current.num_over)
+    return row if passes.parts is None or not in_step else passes.tell(row, current.gradients.num_over)
 
 
 def by_device(row: Row, clock: DeviceClock, *, in_step: bool) -> Row:

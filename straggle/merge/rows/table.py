@@ -111,7 +111,7 @@ class Table:
     to time its own work.
     """
 
-    def __init__(self, rows: Tensor | array[float], num_stages: int) -> None:
+    def __init__(self, rows: Tensor | array[float], num_stages: int, *, probed: bool = False) -> None:
         self._given = rows
         self._num_stages, self.of_stages = num_stages, stage_columns(num_stages)
         # every step needs some of these few numbers, and one tensor operation costs more than the entire list
@@ -124,7 +124,7 @@ class Table:
         # no row has `Row.is_unusual`, and all gradients are finite
         self.is_usual = not (any(self._columns["unusual"]) or any(self._columns["nonfinite"]))
         self.total_weight: float | None = None
-        self.probed = False
+        self.probed = probed
 
     @cached_property
     def rows(self) -> Tensor:

@@ -153,6 +153,11 @@ class Alike:
         new = torch.where(known, exact.to(self.dtype), self.base)
         return new, exact - new
 
+    def restore(self, rest: Tensor | None, expected: Tensor | None) -> None:
+        """Go on with what rounding has taken on another rank, from these elements."""
+        self.rest = None if rest is None else rest.to(self.device)
+        self.expected = None if expected is None else expected.to(self.device)
+
     def _keep_rest(self, rest: Tensor) -> None:
         self.rest = rest if bool(rest.any()) else None
 
@@ -304,5 +309,4 @@ class Averages:
         """Go on from another rank's `state_dict`."""
         for kind in self._kinds:
             rest, of = state.get(f"{kind.dtype}.rest"), state.get(f"{kind.dtype}.of")
-            kind.rest = None if rest is None else rest.to(kind.device)
-            kind.expected = None if of is None else of.to(kind.device)
+            kind.restore(rest, of)

@@ -112,7 +112,7 @@ class Channel:
         self._counted: deque[int] = deque()  # steps whose counter this rank began; written by the store's thread
         self._noted: deque[int] = deque()  # those with collectives of the loop's own; as above
         self._queued = backend_of(parent) != "gloo"  # collectives run on the device's own queue, not on the host
-        self.own_failure: Callable[[], str | None] = _none  # why peers may have given up, if this rank's device hangs
+        self._own_failure: Callable[[], str | None] = _none
         self._gloo_groups: list[Any] = []
         self._job_groups: list[JobGroup] = []  # that torch.distributed knows
         self._can_widen = False  # whether a group could have more messages on their way than the one for gradients
@@ -224,7 +224,7 @@ class Channel:
 
     def merged(self, step: int) -> None:
         """This rank has merged ``step``: its peers need it in later steps only."""
-        self._progress.merged = step
+        self._progress.merge(step)
 
     # -- all ranks together
 
@@ -248,13 +248,13 @@ class Channel:
 
     def end_pause(self) -> None:
         """Wait for all ranks. Raises `PeerFailed` if one ended instead, or is given up and not in its pause."""
-        usual_s, self._progress.in_flight_s = self._progress.in_flight_s, math.inf
+        usual_s = self._progress.limit_flight(math.inf)
         self._limit_control(_NEVER_S)
         try:
             self._gather(torch.zeros(1), "the end of the pause, where ranks wait for each other")
         finally:
             self._limit_control(usual_s)
-        self._progress.in_flight_s = usual_s
+        self._progress.limit_flight(usual_s)
 
     def _limit_control(self, seconds: float) -> None:
         if isinstance(control := self.groups.control, JobGroup):
@@ -262,7 +262,11 @@ class Channel:
 
     def tell(self, place: Callable[[], PlaceFor]) -> None:
         """Let peers know where this rank is, by ``place()``, which is asked on another thread now and then."""
-        self._progress.place = place
+        self._progress.tell(place)
+
+    def device_is_watched(self, own_failure: Callable[[], str | None]) -> None:
+        """``own_failure()``: why peers may have given up this rank, if its device hangs."""
+        self._own_failure = own_failure
 
     def broadcast(self, tensor: Tensor, source: int = 0, name: str = "tensor") -> None:
         """Overwrite ``tensor``, of any dtype and strides, with that of rank ``source``; ``name`` is for errors.
@@ -366,7 +370,7 @@ class Channel:
 
     def post_failure(self, message: str) -> None:
         """Report this rank's failure to its peers."""
-        self._progress.explained = True
+        self._progress.explain()
         try:
             self.store.ask(partial(leave_word, f"failure/{self.rank}", message, TROUBLE))
         except StoreUnreachable as error:
@@ -488,9 +492,9 @@ class Channel:
         ``why``: this rank has given one up. Returns within ``wait_s``; if the store does not answer by then, it reports
         that.
         """
-        if (own := self.own_failure()) is not None:
+        if (own := self._own_failure()) is not None:
             self.post_failure(own)
-        self._progress.explained = True  # this rank ends because of others
+        self._progress.explain()  # this rank ends because of others
         try:
             return f"{what}: {self._reason(wait_s, why)}"
         except StoreUnreachable as error:

@@ -31,6 +31,23 @@ class Progress:
     # in a notebook, the exception of another cell
     earlier: BaseException | None = field(default_factory=lambda: getattr(sys, "last_value", None))
 
+    def merge(self, step: int) -> None:
+        """This rank has merged ``step``."""
+        self.merged = step
+
+    def explain(self) -> None:
+        """The peers know why this rank ends."""
+        self.explained = True
+
+    def tell(self, place: Callable[[], PlaceFor]) -> None:
+        """From here on ``place()`` says where it is."""
+        self.place = place
+
+    def limit_flight(self, seconds: float) -> float:
+        """A collective may be on its way for so long; for how long before."""
+        before, self.in_flight_s = self.in_flight_s, seconds
+        return before
+
     @property
     def uncaught(self) -> BaseException | None:
         """The exception that ends this process, as the interpreter keeps it for debuggers, or ``None``."""

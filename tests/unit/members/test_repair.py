@@ -12,7 +12,7 @@ import torch
 from training import Chain
 
 from straggle.backward.stages import BUCKET_BYTES, Stage, StagePlan
-from straggle.members.moved_round import freeze, go_on, notes_of, travels
+from straggle.members.moved_round import RoundNotes, freeze, go_on, travels
 from straggle.members.view import MergeProgress, Repair, progress_length, repair
 from straggle.merge.round.buffers import StageBuffers
 from straggle.merge.round.round import Layout, Round, RoundTerms
@@ -158,6 +158,7 @@ class Member:
         self.old, self.new = Place(), Place()
         self.done = None  # the round of the step before
         self.given = 0  # gradients of the round that are in
+        self._notes = RoundNotes()
         self.open_round(max(progress.step, 0), self.old)
         if progress.step >= 0:
             self.compute(progress.launched)
@@ -181,7 +182,7 @@ class Member:
 
     @property
     def notes(self):
-        return notes_of(self.round, OLD)
+        return self._notes.of(self.round, OLD)
 
     def frozen(self):
         return as_sent(freeze(self.round, self.notes))
@@ -223,20 +224,20 @@ class Member:
 def test_gradients_travel_from_the_first_that_is_launched_until_the_last_is_there():
     peers = [Member(rank, MergeProgress(0, 0)) for rank in OLD]
     member = peers[0]
-    assert not travels(member.round)
+    assert not travels(member.round, member.notes)
     for peer in peers:
         peer.compute(1)
-    assert travels(member.round)
+    assert travels(member.round, member.notes)
     run([peer.old for peer in peers])
-    assert not travels(member.round), "between two buckets"
+    assert not travels(member.round, member.notes), "between two buckets"
     for peer in peers:
         peer.compute(3)
-    assert travels(member.round)
+    assert travels(member.round, member.notes)
     run([peer.old for peer in peers])
     member.notes.last_message = Work()
-    assert travels(member.round), "the sign that all have it"
+    assert travels(member.round, member.notes), "the sign that all have it"
     member.notes.last_message.done = True
-    assert not travels(member.round)
+    assert not travels(member.round, member.notes)
 
 
 def subsets(of):
@@ -332,12 +333,10 @@ def test_members_may_change_again_before_a_step_is_repaired(leaves, joins, monke
         ranks = [counted(member.round) for member in again]
         assert all(own == ranks[0] for own in ranks)
         for member in (member for member in again if member.rank != NEWCOMER):
-            assert {bucket for bucket in BUCKETS if member.rank not in ranks[0][bucket]} == notes_of(
-                member.round, OLD
-            ).lost
+            assert {bucket for bucket in BUCKETS if member.rank not in ranks[0][bucket]} == member.notes.lost
         have_left = set(OLD) - {member.rank for member in again}
         if any(own & have_left for own in ranks[0]):
-            assert not any(member.round.rows_tell_all for member in again)
+            assert not any(member.round.terms.rows_tell_all for member in again)
 
 
 def regroup_some(members, chance):
@@ -430,7 +429,7 @@ def test_of_a_step_that_is_dropped_as_a_whole_nothing_is_merged_before_it_is_who
     assert place.works == []
     member.stand_in()
     assert len(place.works) == len(ALL)
-    assert member.round.num_gradients == 2
+    assert member.round.gradients.number == 2
     assert not any(sum(member.round.buffers.weights_in(bucket)) for bucket in BUCKETS)
 
 

@@ -46,6 +46,9 @@ class Peers:
     def explain(self, what):
         return f"{what}: rank 0 is gone"
 
+    def device_is_watched(self, own_failure):
+        """As a channel would ask why peers may have given this rank up."""
+
 
 class Rank:
     """A rank with buckets "c" and "a, b", and a watch without its thread."""

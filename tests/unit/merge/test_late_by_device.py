@@ -58,7 +58,7 @@ class Rank:
         self.stand_in = StandIn(self.training, self.merging, self.deadline, self.channel, device=torch.device("cpu"))
         self.device = PacedDevice(self.clock, self.clock.advance)
         self.device_clock = DeviceClock(self.device, self.clock, self.stand_in.limit_by_device, between_passes=False)
-        self.stand_in.device_clock = self.device_clock
+        self.stand_in.be_late_by(self.device_clock)
         self.device.work(3.0)
         self.device_clock.entered()
         self.training.enter(Entry(), self.clock(), self.merging)
