@@ -155,7 +155,7 @@ def build(
     else:
         source, channel = ReplicatedSource(module), _meet(module, wrapped, options, process_group, members)
         replica = Replica.of_one_rank(channel)
-    if measures := bool(options.of_wings["links"]) and channel.world_size > 1:
+    if measures := bool(options.of_wings["links"]) and channel.world_size > 1 and world.has_sockets:
         channel.widen()
     state = ModuleState(module, options.merge.buffers, channel.rank, source.slots[0].device)
     rank = rank_parts(module, options, source, channel, replica, state)

@@ -29,6 +29,7 @@ Thread = threading.Thread
 Future = futures.Future
 Executor = futures.ThreadPoolExecutor
 finalize = weakref.finalize
+has_sockets = True  # to measure links by
 
 __all__ = [
     "Condition",

@@ -43,9 +43,12 @@ class MembersCompletion(Completion):
         return None
 
     def groups_for(self, current: Round, epoch: int) -> ProcessGroups | None:
-        """The process groups; ``None`` in a step in which the members changed."""
-        is_usual = self.is_current(epoch) and current.step != self._member.changed_in
-        return self._rank.rounds.groups if is_usual else None
+        """The process groups; ``None`` if the members changed in the step, or when it was complete.
+
+        Then others may be in the next step already, and would not come.
+        """
+        changed = current.step == self._member.changed_in or self._member.notes_of(current).complete
+        return self._rank.rounds.groups if self.is_current(epoch) and not changed else None
 
     def _wait(
         self, current: Round, notes: Notes, give_up_s: float | None, on_merged: Callable[[Round], None] | None

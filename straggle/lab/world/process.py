@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -59,11 +60,28 @@ _real_add_handler = logging.Logger.addHandler
 
 
 @contextmanager
-def entered(scheduler: Scheduler) -> Iterator[None]:
-    """In this block a loop's own ``time.sleep`` and clocks are those of the world, and each rank hears its own log."""
+def entered(scheduler: Scheduler, handlers: dict[tuple[int, int], Callable[..., Any]]) -> Iterator[None]:
+    """In this block a loop's own ``time.sleep`` and clocks are those of the world, and each rank hears its own log.
+
+    ``handlers``: of signals, by process and signal; they are written here.
+    """
+
+    def get_handler(number: int) -> Any:
+        return handlers.get((scheduler.check().process, number), signal.SIG_DFL)
+
+    def set_handler(number: int, handler: Any) -> Any:
+        before = get_handler(number)
+        handlers[scheduler.check().process, number] = handler
+        return before
+
     clocks: dict[str, Any] = {name: _in_world(partial(_clock, scheduler), getattr(time, name)) for name in _CLOCKS}
     with (
         patch.multiple(time, sleep=_in_world(scheduler.sleep, time.sleep), **clocks),
         patch.object(logging.Logger, "addHandler", _add_handler),
+        patch.multiple(
+            signal,
+            signal=_in_world(set_handler, signal.signal),
+            getsignal=_in_world(get_handler, signal.getsignal),
+        ),
     ):
         yield

@@ -6,8 +6,8 @@ import gc
 import hashlib
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -72,10 +72,40 @@ class Job:
     notes: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     results: dict[int, Any] = field(default_factory=dict)
     finalizers: dict[int, list[Any]] = field(default_factory=dict)  # by process
+    handlers: dict[tuple[int, int], Callable[..., Any]] = field(default_factory=dict)  # by process and signal
     starts: dict[int, int] = field(default_factory=dict)  # how often each rank was started again
     told: set[int] = field(default_factory=set)  # processes that were told to end soon
     num_processes: int = 0
     num_to_start: int = 0
+
+    def run_for(self, seconds: float) -> None:
+        """Let so much virtual time pass. Raises `Broken`."""
+        scheduler, is_over = self.scheduler, list[bool]()
+
+        def over() -> None:
+            is_over.append(True)
+            scheduler.may_be_over = True
+
+        scheduler.after(seconds, over)
+        scheduler.run(lambda: bool(is_over))
+
+    def run_to_the_end(self, end_s: float) -> Run:
+        """Run until no thread is left. Raises `Broken`."""
+        scheduler, seen_over = self.scheduler, list[float]()
+
+        def threads_are_left() -> None:
+            scheduler.broken(f"threads are left {end_s:g} s after all loops were over")
+
+        def all_over() -> bool:
+            if self.loops_are_over and not seen_over:
+                seen_over.append(scheduler.now)
+                scheduler.after(end_s, threads_are_left)
+            return self.is_over
+
+        scheduler.run(all_over)
+        results = tuple(self.results.get(number) for number in range(self.size))
+        fingerprint = f"{scheduler.digest & (1 << 64) - 1:016x}"
+        return Run(results, self.notes, fingerprint, scheduler.now, scheduler.num_switches)
 
     def start(self, number: int) -> None:
         """Start a process of this rank."""
@@ -93,6 +123,22 @@ class Job:
         self.scheduler.dead.add(self.training[number].process)
         self.scheduler.may_be_over = True
         self.network.lose(number)
+
+    def freeze(self, number: int) -> None:
+        """None of this rank's threads runs from now on, as after SIGSTOP."""
+        self.scheduler.hold(number)
+
+    def resume(self, number: int) -> None:
+        """They run again."""
+        self.scheduler.let_go(number)
+
+    def signal(self, number: int, which: int) -> None:
+        """Its training thread runs the handler of this signal when it runs next; without one the process ends."""
+        thread = self.training[number]
+        if (handler := self.handlers.get((thread.process, which))) is None:
+            self.kill(number)
+        else:
+            thread.interrupts.append(lambda: handler(which, None))
 
     def kill_self(self, _status: int) -> None:
         """The same of the process that calls this."""
@@ -149,24 +195,16 @@ class Run:
     num_switches: int
 
 
-def run_world(
+@contextmanager
+def simulated(
     loop: Callable[[Rank], Any],
     *,
     ranks: int = 4,
     seed: int = 0,
     faults: Sequence[Fault] = (),
     longest_s: float = 600.0,
-    end_s: float = 60.0,
-) -> Run:
-    """Run ``loop(rank)`` on each of the ``ranks``, in one order of events, which ``seed`` draws.
-
-    The loop is a training loop as it would be under torchrun, around `StagedDataParallel`; it
-    takes time by ``rank.work(seconds)`` alone, and random numbers from generators of its own. Links are not measured
-    here, as that needs sockets: with members, give the model ``links=False``. Raises `Broken` if no thread can go on,
-    if it is not over after ``longest_s`` seconds of virtual time, if a thread waits for others while it holds a lock,
-    if a thread of straggle's ends by an error, if ranks' collectives differ, or if threads are left ``end_s`` after
-    the loops; ``ValueError`` for a fault of a rank that there is not.
-    """
+) -> Iterator[Job]:
+    """A job for whoever calls `Job.run_for`, and kills, freezes and starts ranks in between; see `run_world`."""
     check_count("ranks", ranks, least=1)
     for fault in faults:
         if not 0 <= (of := getattr(fault, "rank", 0)) < ranks:
@@ -183,36 +221,46 @@ def run_world(
         "process": scheduler.process,
         "end_process": job.kill_self,
         "finalize": job.finalize,
+        "has_sockets": False,
     }
-    seen_over = list[float]()
-
-    def threads_are_left() -> None:
-        scheduler.broken(f"threads are left {end_s:g} s after all loops were over")
-
-    def all_over() -> bool:
-        if job.loops_are_over and not seen_over:
-            seen_over.append(scheduler.now)
-            scheduler.after(end_s, threads_are_left)
-        return job.is_over
-
     collects = gc.isenabled()
     gc.disable()  # or finalizers run on whichever thread is there
     try:
-        with world.enter(others), process.entered(scheduler), torch_distributed.entered(network):
+        with world.enter(others), process.entered(scheduler, job.handlers), torch_distributed.entered(network):
             for number in range(ranks):
                 job.start(number)
             for fault in faults:
                 fault.begin(job)
             try:
-                scheduler.run(all_over)
+                yield job
             finally:
                 with suppress(Ended):
                     scheduler.end()
     finally:
         if collects:
             gc.enable()
-    found = tuple(job.results.get(number) for number in range(ranks))
-    return Run(found, job.notes, f"{scheduler.digest & (1 << 64) - 1:016x}", scheduler.now, scheduler.num_switches)
+
+
+def run_world(
+    loop: Callable[[Rank], Any],
+    *,
+    ranks: int = 4,
+    seed: int = 0,
+    faults: Sequence[Fault] = (),
+    longest_s: float = 600.0,
+    end_s: float = 60.0,
+) -> Run:
+    """Run ``loop(rank)`` on each of the ``ranks``, in one order of events, which ``seed`` draws.
+
+    The loop is a training loop as it would be under torchrun, around `StagedDataParallel`; it
+    takes time by ``rank.work(seconds)`` or ``time.sleep`` alone. Links are not measured here, as that needs sockets.
+    Raises `Broken` if no thread can go on,
+    if it is not over after ``longest_s`` seconds of virtual time, if a thread waits for others while it holds a lock,
+    if a thread of straggle's ends by an error, if ranks' collectives differ, or if threads are left ``end_s`` after
+    the loops; ``ValueError`` for a fault of a rank that there is not.
+    """
+    with simulated(loop, ranks=ranks, seed=seed, faults=faults, longest_s=longest_s) as job:
+        return job.run_to_the_end(end_s)
 
 
 def parameters_of(module: nn.Module, *, buffers: bool = False) -> str:
@@ -223,4 +271,4 @@ def parameters_of(module: nn.Module, *, buffers: bool = False) -> str:
     return digest.hexdigest()
 
 
-__all__ = ["Broken", "Job", "Rank", "Run", "parameters_of", "run_world"]
+__all__ = ["Broken", "Job", "Rank", "Run", "parameters_of", "run_world", "simulated"]

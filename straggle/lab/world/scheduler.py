@@ -46,6 +46,7 @@ class Thread(threading.Thread):
         self.waits_for: object = None  # what wakes it
         self.holds: list[object] = []  # locks
         self.is_over = False
+        self.interrupts: list[Callable[[], object]] = []  # what it calls when it runs next: handlers of signals
         self.joiners: list[Thread] = []
 
     def start(self) -> None:
@@ -192,8 +193,16 @@ class Scheduler:
 
     def pause(self, who: object, seconds: float) -> None:
         """Choose this rank, or this thread, for so long not."""
+        self.hold(who)
+        self.after(seconds, lambda: self.let_go(who))
+
+    def hold(self, who: object) -> None:
+        """Choose this rank, or this thread, no more until `let_go`."""
         self._pause(who, 1)
-        self.after(seconds, lambda: self._pause(who, -1))
+
+    def let_go(self, who: object) -> None:
+        """Choose it again, if nothing else holds it."""
+        self._pause(who, -1)
 
     def at(self, when: float, call: Callable[[], None]) -> None:
         """Call it then, between two threads' turns."""
@@ -281,11 +290,12 @@ class Scheduler:
                 self._ready.append(thread)
 
     def _hand_over(self, me: Thread) -> None:
-        if self._next(me):
-            return
-        me.turn.acquire()
-        if self.has_ended(me):
-            raise Ended
+        if not self._next(me):
+            me.turn.acquire()
+            if self.has_ended(me):
+                raise Ended
+        while me.interrupts:
+            me.interrupts.pop(0)()
 
     def _next(self, me: Thread | None = None) -> bool:
         """Choose a thread and let it run; true if it is ``me``, which calls this and goes on."""

@@ -6,6 +6,7 @@ then. So a loop's own collectives, device meshes and FSDP2 run on ranks that are
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -74,6 +75,7 @@ def entered(network: Network) -> Iterator[None]:
         patch.multiple(distributed_c10d, _world=_GroupsOfProcess(distributed_c10d._world), **own),
         patch.multiple(dist, **own),
         patch.object(device_mesh, "get_backend", _backend_for_meshes),
+        patch.object(sys, "excepthook", sys.excepthook),  # to which init_process_group adds the rank
     ):
         isolate(True)
         try:

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from straggle import StagedDataParallel
-from straggle.lab.world.faults import Stall
+from straggle import Elastic, StagedDataParallel
+from straggle.lab.world.faults import Kill, Stall
 from straggle.lab.world.run import run_world
 
 
@@ -124,3 +124,39 @@ def test_replicas_that_fsdp2_shards_train_and_one_that_stalls_is_late():
     assert [True, False] in late
     assert [False, False] in late[2:]
     assert all(one[1] is False for one in late)
+
+
+class Mask(nn.Module):
+    """Has state that is not averaged: each rank flips another element of it in its forward pass."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank, self.layer = rank, nn.Linear(4, 4)
+        self.register_buffer("mask", torch.zeros(4, dtype=torch.bool))
+
+    def forward(self, x):
+        self.rank.work(0.005)
+        self.mask[self.rank.number] ^= True
+        return self.layer(x)
+
+
+def masked(rank, steps=8):
+    """With members; what there is of the state at the end."""
+    torch.manual_seed(0)
+    model = StagedDataParallel(Mask(rank), members=Elastic(min_ranks=1))
+    step = model.register_state()
+    while step < steps:
+        with model.step():
+            model(torch.ones(2, 4)).sum().backward()
+        step = model.last_report.step + 1
+    model.close()
+    return model.module.mask.tolist()
+
+
+def test_member_that_is_killed_while_state_is_sent_keeps_no_peer_waiting():
+    """One of its peers had it, and was in the next step; the other sent it again, and waited for ``give_up_s``."""
+    for number in (79, 93, 95, 131, *range(60, 78)):
+        kill = Kill(2, 0.02 + 0.0005 * number)
+        run = run_world(masked, ranks=3, seed=number, faults=[kill])
+        assert run.results[0] == run.results[1], kill
+        assert run.seconds < 10.0, kill
