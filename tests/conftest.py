@@ -31,8 +31,9 @@ os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
 
 @cache
 def _is_by_clock(path: Path) -> bool:
-    """Whether a file of ``ranks/`` has tests that a clock decides: they wait for the simulated world to have them."""
-    return path.parent.name == "ranks" and BY_CLOCK.search(path.read_text()) is not None
+    """Whether a file of ``ranks/`` has processes that a clock decides: they wait for the simulated world."""
+    text = path.read_text()
+    return path.parent.name == "ranks" and "forked" in text and BY_CLOCK.search(text) is not None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

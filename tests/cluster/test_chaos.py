@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from network import enter, made_network
-from ranks import die, digest, run_ranks, staged
+from ranks import die, digest, run_forked, staged
 from training import Chain, shared
 
 from straggle import FixedDeadline, LateHandling, PeerFailed, StepReport
@@ -191,7 +191,7 @@ def pause_together(seconds):
 @pytest.mark.slow
 def test_pause_of_all_ranks_together_makes_nobody_late():
     hits = [Hit(rank, 5, "evaluation", pause_together, (1.5,)) for rank in range(4)]
-    results = run_ranks(train, 4, 10, hits, 0.3, LateHandling(grace_s=0.0))
+    results = run_forked(train, 4, 10, hits, 0.3, LateHandling(grace_s=0.0))
     check_replicas_and_counters(results)
     report = reports_of(results)[6]
     assert report.seconds > 1.4
@@ -204,7 +204,7 @@ def test_pause_of_all_ranks_together_makes_nobody_late():
 def test_peers_go_on_while_rank_0_evaluates_alone():
     deadline_s, pause_s = 0.2, 2.0
     hits = [Hit(0, 9, "evaluation", time.sleep, (pause_s,))]
-    results = run_ranks(train, 4, 64, hits, deadline_s, LateHandling(grace_s=0.02, max_lag=128))
+    results = run_forked(train, 4, 64, hits, deadline_s, LateHandling(grace_s=0.02, max_lag=128))
     check_replicas_and_counters(results)
     reports = reports_of(results, rank=1)
     first, length = stood_in_longest(reports, 0)
@@ -258,7 +258,7 @@ def stall_is_reported(reports, hit):
 )
 def test_random_stalls_anywhere_on_any_rank_are_all_in_the_reports(seed, max_lag, grace_s):
     deadline_s, hits = 0.1, random_stalls(4, 40, seed)
-    results = run_ranks(train, 4, 40, hits, deadline_s, LateHandling(grace_s=grace_s, max_lag=max_lag))
+    results = run_forked(train, 4, 40, hits, deadline_s, LateHandling(grace_s=grace_s, max_lag=max_lag))
     check_replicas_and_counters(results)
     reports = reports_of(results)
     assert missed_stalls(reports, hits) == []
@@ -310,7 +310,7 @@ def process_of(rank):
 )
 def test_peers_of_a_rank_in_which_nothing_runs_wait_as_long_as_that_lasts_and_go_on(hit, seconds):
     late_handling = LateHandling(grace_s=0.02, max_lag=64, give_up_s=30.0)
-    results = run_ranks(train, 3, 30, [hit], 0.1, late_handling)
+    results = run_forked(train, 3, 30, [hit], 0.1, late_handling)
     check_replicas_and_counters(results)
     reports = reports_of(results, rank=2)
     held = max(reports, key=lambda report: report.seconds)
@@ -333,7 +333,7 @@ def train_until_failure(rank, *arguments):
 @pytest.mark.slow
 def test_process_that_is_stopped_for_longer_than_give_up_s_is_named_while_it_is():
     late_handling = LateHandling(grace_s=0.02, max_lag=64, give_up_s=1.0)
-    ends = run_ranks(train_until_failure, 3, 10**6, [Hit(0, 5, "data", stop, (1, 5.0))], 0.1, late_handling)
+    ends = run_forked(train_until_failure, 3, 10**6, [Hit(0, 5, "data", stop, (1, 5.0))], 0.1, late_handling)
     for words, at in (ends[0], ends[2]):
         assert "no answer from ranks [1]" in words
         assert at < ends[1][1] - 1.0  # the stopped rank hears of it, too, when it runs again
@@ -376,7 +376,7 @@ def test_rank_with_a_quarter_of_a_cpu_hands_in_what_it_has():
     work = [Hit(1, step, "forward", compute, (0.02,)) for step in range(30)]
     work += [Hit(1, step, "backward", compute, (0.10,)) for step in range(30)]
     quota = [Hit(0, 6, "data", throttle, (1, 0.025, 0.075)), Hit(0, 14, "data", release)]
-    results = run_ranks(train, 3, 30, [*work, *quota], 0.25, LateHandling(grace_s=0.05, max_lag=64))
+    results = run_forked(train, 3, 30, [*work, *quota], 0.25, LateHandling(grace_s=0.05, max_lag=64))
     check_replicas_and_counters(results)
     reports = reports_of(results)
     victim = [report.ranks[1] for report in reports]
@@ -411,7 +411,7 @@ def train_in(rank, namespaces, folder, *arguments):
 @pytest.mark.slow
 def test_slow_link_makes_merges_slow_and_nobody_late(slow_network, tmp_path):
     deadline_s = 0.2
-    results = run_ranks(train_in, 3, slow_network, tmp_path, 14, [], deadline_s, LateHandling(grace_s=0.0))
+    results = run_forked(train_in, 3, slow_network, tmp_path, 14, [], deadline_s, LateHandling(grace_s=0.0))
     check_replicas_and_counters(results)
     reports = reports_of(results)[2:]
     assert all(report.seconds > deadline_s for report in reports)
@@ -423,7 +423,7 @@ def test_slow_link_makes_merges_slow_and_nobody_late(slow_network, tmp_path):
 @pytest.mark.parametrize("stuck", [1, 2], ids=["on a fast link", "on the slow link"])
 def test_peers_go_on_at_the_pace_of_a_slow_link_while_a_rank_is_stuck(slow_network, tmp_path, stuck):
     hits = [Hit(stuck, 3, "forward", time.sleep, (2.0,))]
-    results = run_ranks(train_in, 3, slow_network, tmp_path, 10, hits, 0.1, LateHandling(grace_s=0.02, max_lag=64))
+    results = run_forked(train_in, 3, slow_network, tmp_path, 10, hits, 0.1, LateHandling(grace_s=0.02, max_lag=64))
     check_replicas_and_counters(results)
     reports = reports_of(results)
     first, length = stood_in_longest(reports, stuck)
@@ -442,7 +442,7 @@ def test_bad_numbers_among_stalls_are_left_out_counted_and_named():
     draw = random.Random(0)
     bad = {(draw.randrange(4), step) for step in range(3, 40, 2)} | {(rank, 20) for rank in range(4)}
     hits = [hit for hit in random_stalls(4, 40, seed=2) if hit.reported_in < 18 or hit.step > 20]
-    results = run_ranks(train, 4, 40, hits, 0.1, LateHandling(grace_s=0.02), bad)
+    results = run_forked(train, 4, 40, hits, 0.1, LateHandling(grace_s=0.02), bad)
     check_replicas_and_counters(results, bad)
     reports = reports_of(results)
     found = {(rank.rank, report.step) for report in reports for rank in report.ranks if rank.nonfinite}
@@ -474,7 +474,7 @@ def sleep_and_die(seconds):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_that_raises_while_another_is_stuck_ends_both_others_with_its_name(rank):
     hits = [Hit(2, 5, "forward", time.sleep, (1.0,)), Hit(rank, 8, "backward", fail)]
-    ends = run_ranks(train, 3, 10**6, hits, 0.1, LateHandling(grace_s=0.02, max_lag=64), outcomes=True, timeout_s=30.0)
+    ends = run_forked(train, 3, 10**6, hits, 0.1, LateHandling(grace_s=0.02, max_lag=64), outcomes=True, timeout_s=30.0)
     assert (ends[rank].kind, ends[rank].message) == ("Broken", "of the user")
     for end in (ends[1 - rank], ends[2]):
         assert end.kind == "PeerFailed"
@@ -483,7 +483,7 @@ def test_rank_that_raises_while_another_is_stuck_ends_both_others_with_its_name(
 
 def test_rank_that_raises_in_a_step_that_was_merged_without_it_ends_the_others_with_its_name():
     hits = [Hit(1, 5, "forward", sleep_and_fail, (1.0,))]
-    ends = run_ranks(train, 3, 10**6, hits, 0.1, LateHandling(grace_s=0.02, max_lag=64), outcomes=True, timeout_s=30.0)
+    ends = run_forked(train, 3, 10**6, hits, 0.1, LateHandling(grace_s=0.02, max_lag=64), outcomes=True, timeout_s=30.0)
     assert (ends[1].kind, ends[1].message) == ("Broken", "of the user")
     for end in (ends[0], ends[2]):
         assert end.kind == "PeerFailed"
@@ -497,7 +497,7 @@ def test_rank_that_is_killed_while_it_is_stood_in_for_ends_the_others_with_its_n
     give_up_s = 60.0
     hits = [Hit(victim, 5, "forward", sleep_and_die, (1.0,))]
     late_handling = LateHandling(grace_s=0.02, max_lag=64, give_up_s=give_up_s)
-    ends = run_ranks(train, 3, 10**6, hits, 0.1, late_handling, outcomes=True, timeout_s=give_up_s / 3)
+    ends = run_forked(train, 3, 10**6, hits, 0.1, late_handling, outcomes=True, timeout_s=give_up_s / 3)
     assert ends.pop(victim).kind == "Killed"
     for end in ends:
         assert end.kind == "PeerFailed"

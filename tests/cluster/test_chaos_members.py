@@ -4,7 +4,7 @@ import time
 
 import pytest
 from job_loop import Loop, absent, check_equal, gives_again, left, plain, train
-from members import run_job
+from members import run_forked_job
 from network import made_network
 from ranks import Raised
 
@@ -13,7 +13,7 @@ from ranks import Raised
 @pytest.mark.parametrize("cut", [1, 0])
 def test_member_whose_link_was_cut_is_put_out_and_healed(cut):
     peers = [rank for rank in range(3) if rank != cut]
-    with made_network(4) as network, run_job(3, train, Loop(plain), network=network) as job:
+    with made_network(4) as network, run_forked_job(3, train, Loop(plain), network=network) as job:
         job.walk(10, limit_s=60)
         network.cut(cut)
         cut_at = time.monotonic()
@@ -35,7 +35,10 @@ def test_member_whose_link_was_cut_is_put_out_and_healed(cut):
 def test_member_whose_link_is_cut_for_ever_ends_and_the_others_do_not(cut):
     """It cannot know that it is out: who does not reach the store in time ends, and says why."""
     peers = [rank for rank in range(3) if rank != cut]
-    with made_network(4) as network, run_job(3, train, Loop(plain, give_up_s=10.0), network=network) as job:
+    with (
+        made_network(4) as network,
+        run_forked_job(3, train, Loop(plain, give_up_s=10.0), network=network) as job,
+    ):
         job.walk(10, limit_s=60)
         network.cut(cut)
         ended = job.result(cut, limit_s=60)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks, staged, started_command
+from ranks import run_forked, staged, started_command
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from training import Stopper
@@ -131,7 +131,7 @@ def merge_on_one_device(rank: int) -> list[float]:
 
 def test_a_late_rank_is_left_out_of_the_mean_on_the_device() -> None:
     # d/dw1 = w2 x = 3 x, d/dw2 = w1 x = 2 x; rank 1 (x = 2) is stopped after w2
-    for gradients in run_ranks(merge_on_one_device, 2):
+    for gradients in run_forked(merge_on_one_device, 2):
         assert gradients == [3.0, 2.0 * (1 + 2) / 2]
 
 
@@ -158,7 +158,7 @@ def test_a_bucket_with_a_nan_is_left_out_of_the_mean_on_the_device(
     bucket_bytes: int, expected: tuple[list[float], int]
 ) -> None:
     # as above; rank 1 has a NaN in w1, and w2 is in a bucket of its own, or in the same
-    assert run_ranks(merge_with_nan, 2, bucket_bytes) == [expected, expected]
+    assert run_forked(merge_with_nan, 2, bucket_bytes) == [expected, expected]
 
 
 # -- the staged backward by itself

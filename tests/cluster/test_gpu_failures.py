@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from job_loop import Loop, check_equal, gives_again, plain, train
-from members import run_job
-from ranks import rank_environment, run_ranks, staged, started
+from members import run_forked_job
+from ranks import rank_environment, run_forked, staged, started
 from stores import serve_store
 from torch import nn
 from training import features, mlp
@@ -44,7 +44,7 @@ WORDS = r"rank {}, step 5, stage [^:]+: its device has not finished these gradie
 
 
 def test_ranks_end_with_the_rank_step_and_stage_of_the_one_whose_device_is_stuck():
-    ends = run_ranks(hang_in_step_5, 2, 1, outcomes=True, timeout_s=45)
+    ends = run_forked(hang_in_step_5, 2, 1, outcomes=True, timeout_s=45)
     assert ends[0].kind == "PeerFailed", ends
     assert re.search(WORDS.format(1), ends[0].message)
     assert ends[1].kind in ("PeerFailed", "Killed"), ends  # as it waits for gloo, or in the driver
@@ -95,7 +95,7 @@ class OnDevice(nn.Module):
 
 
 def test_members_on_a_device_go_on_without_a_killed_rank_and_heal_it_when_it_is_back():
-    with run_job(3, train, Loop(OnDevice)) as job:
+    with run_forked_job(3, train, Loop(OnDevice)) as job:
         job.walk(6)
         job.kill(2)
         job.walk(12, [0, 1])

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks, staged
+from ranks import run_forked, staged
 from torch import Tensor, nn
 from training import Stopper, grads
 
@@ -73,7 +73,7 @@ def merged_by_all(rank: int) -> list[list[list[Tensor]]]:
 
 
 def test_a_late_rank_of_two_on_one_device_merges_as_an_eager_one_and_replicas_are_equal() -> None:
-    first, second = run_ranks(merged_by_all, 2, timeout_s=120.0)
+    first, second = run_forked(merged_by_all, 2, timeout_s=120.0)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     for way, steps in zip(WAYS[1:], first[1:], strict=True):
         torch.testing.assert_close(steps, first[0], rtol=1e-3, atol=1e-5, msg=lambda words, way=way: f"{way}: {words}")

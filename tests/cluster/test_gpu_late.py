@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import digest, run_ranks, staged
+from ranks import digest, run_forked, staged
 from torch import Tensor, nn
 from training import features
 
@@ -58,6 +58,6 @@ def train(rank: int, late_by: str) -> tuple[str, list[StepReport]]:
 
 @pytest.mark.parametrize(("late_by", "least", "most"), [("device", 6, NUM_STEPS), ("host", 0, 0)])
 def test_slow_device_is_late_by_its_own_clock_only(late_by: str, least: int, most: int) -> None:
-    (parameters, reports), (same, _) = run_ranks(train, 2, late_by)
+    (parameters, reports), (same, _) = run_forked(train, 2, late_by)
     assert parameters == same
     assert least <= sum(report.late_ranks == (1,) for report in reports) <= most

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from ranks import digest, run_ranks, staged
+from ranks import digest, run_forked, staged
 from sharding import Blocks, batch, shard
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -53,13 +53,13 @@ def sharded_on_one_device(rank: int, cut: bool) -> tuple[float, str, list[tuple[
 
 
 def test_replicas_of_two_shards_are_exact_on_one_device() -> None:
-    for gap, _, late in run_ranks(sharded_on_one_device, 4, False):
+    for gap, _, late in run_forked(sharded_on_one_device, 4, False):
         assert gap < 2e-5
         assert not any(late)
 
 
 def test_replicas_are_the_same_bit_for_bit_if_a_rank_of_one_is_late() -> None:
-    first, second, third, fourth = run_ranks(sharded_on_one_device, 4, True)
+    first, second, third, fourth = run_forked(sharded_on_one_device, 4, True)
     assert (first[1], second[1]) == (third[1], fourth[1])
     assert all(own[2] == first[2] for own in (second, third, fourth))
     assert any(first[2])

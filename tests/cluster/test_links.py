@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from network import enter, made_network
-from ranks import run_ranks, staged
+from ranks import run_forked, staged
 from torch import nn
 
 from straggle import Elastic, JobDone, MembersReport
@@ -41,7 +41,7 @@ def train(rank: int, names: list[str], folder: Path, num_steps: int) -> int:
 def test_the_narrow_link_is_named_and_columns_add_up(tmp_path: Path) -> None:
     with made_network(3, {NARROW: {"rate": 8e6 * MB_PER_S}}) as network:
         # 1.6 MB of gradients: a ring of three sends 1.1 MB of each step over the narrow link, in both directions
-        sent = run_ranks(train, 3, list(network.names), tmp_path, 12, timeout_s=300.0)
+        sent = run_forked(train, 3, list(network.names), tmp_path, 12, timeout_s=300.0)
     assert min(sent) > 0
     run = read_run(tmp_path / "0")
     own_s = sum(run.ranks[name] for name in ("outside_s", "optimizer_s", "data_s", "forward_s", "backward_s", "wait_s"))
@@ -86,7 +86,7 @@ def train_until_it_is_out(rank: int, names: list[str]) -> list[tuple[int, str]]:
 def test_member_at_half_the_rate_is_put_out_because_the_others_merge_more_without_it() -> None:
     rates = {**{host: 20.0 for host in range(4) if host != NARROW}, NARROW: 10.0}
     with made_network(4, {host: {"rate": 8e6 * rate} for host, rate in rates.items()}) as network:
-        found = run_ranks(train_until_it_is_out, 4, list(network.names), timeout_s=300.0)
+        found = run_forked(train_until_it_is_out, 4, list(network.names), timeout_s=300.0)
     # all that see it see the same; one whose link looked slow, too, as on a busy machine, is out and sees nothing
     ((step, _),) = {own[0] for rank, own in enumerate(found) if rank != NARROW and own}
     assert step > AFTER_LOOKS

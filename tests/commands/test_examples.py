@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import run_forked
 from repository import ROOT
 
 import straggle
@@ -46,7 +46,7 @@ def run_both(rank, name, folder):
 
 @pytest.mark.parametrize("name", TINY)
 def test_loop_is_equal_to_that_under_ddp(name, tmp_path):
-    (ddp, straggled), other = run_ranks(run_both, 2, name, str(tmp_path), timeout_s=120)
+    (ddp, straggled), other = run_forked(run_both, 2, name, str(tmp_path), timeout_s=120)
     assert straggled[1] == ddp[1]  # but for BatchNorm's statistics: DDP keeps rank 0's, the merge the mean
     assert ddp[0] == straggled[0] == 2  # lines of rank 0
     assert [lines for lines, _ in other] == [0, 0]

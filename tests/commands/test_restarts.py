@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from ranks import run_command, run_ranks, straggle_main
+from ranks import run_command, run_forked, straggle_main
 from torchrun import started_torchrun
 from training import TINY
 
@@ -37,7 +37,7 @@ def attempts(rank, world_size):
 
 def test_each_attempt_has_a_store_of_its_own_whatever_is_left_of_others():
     for world_size in (1, 2, 3):
-        assert run_ranks(attempts, world_size, world_size) == [[False] * 3] * world_size
+        assert run_forked(attempts, world_size, world_size) == [[False] * 3] * world_size
 
 
 def alone(rank):
@@ -46,7 +46,7 @@ def alone(rank):
 
 
 def test_ranks_that_do_not_come_are_named():
-    (outcome,) = run_ranks(alone, 1, outcomes=True)
+    (outcome,) = run_forked(alone, 1, outcomes=True)
     assert outcome.kind == "RuntimeError"
     assert "ranks [1, 2] have not come" in outcome.message
 

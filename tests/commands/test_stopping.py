@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from ranks import rank_environment, run_command, run_ranks, staged, started, straggle_main
+from ranks import rank_environment, run_command, run_forked, staged, started, straggle_main
 from repository import ROOT
 from stores import serve_store
 from torchrun import torchrun_main
@@ -44,15 +44,15 @@ def train_until_asked(rank, signalled, at_step):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_one_rank_is_asked_and_all_end_after_the_same_step(world_size):
-    assert run_ranks(train_until_asked, world_size, world_size - 1, 4) == [(4, True)] * world_size
+    assert run_forked(train_until_asked, world_size, world_size - 1, 4) == [(4, True)] * world_size
 
 
 def test_request_before_the_first_step_ends_the_run_after_it():
-    assert run_ranks(train_until_asked, 2, 1, 0) == [(0, True)] * 2
+    assert run_forked(train_until_asked, 2, 1, 0) == [(0, True)] * 2
 
 
 def test_run_that_nobody_ends_goes_on():
-    assert run_ranks(train_until_asked, 2, None, 0) == [(19, True)] * 2
+    assert run_forked(train_until_asked, 2, None, 0) == [(19, True)] * 2
 
 
 class AskedMeanwhile(dist.HashStore):
@@ -76,7 +76,7 @@ def ask_while_it_looks(rank):
 
 
 def test_signal_that_comes_while_the_store_is_looked_into_is_not_lost():
-    assert run_ranks(ask_while_it_looks, 1) != [None]
+    assert run_forked(ask_while_it_looks, 1) != [None]
 
 
 def ask_while_stuck(rank):
@@ -99,7 +99,7 @@ def ask_while_stuck(rank):
 
 
 def test_rank_that_is_stood_in_for_is_heard_and_ends_after_the_same_step():
-    first, second = run_ranks(ask_while_stuck, 2)
+    first, second = run_forked(ask_while_stuck, 2)
     assert first == second
     assert 2 < first < 9_999
 

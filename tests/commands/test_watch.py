@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks, started_command
+from ranks import run_forked, started_command
 from repository import ROOT
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,7 +38,7 @@ def watched(rank, folder):
 
 @pytest.mark.slow
 def test_a_script_that_knows_nothing_of_it_is_recorded(tmp_path, capsys):
-    assert run_ranks(watched, 2, str(tmp_path), timeout_s=120) == [33, 33]  # a line for each step, and the first
+    assert run_forked(watched, 2, str(tmp_path), timeout_s=120) == [33, 33]  # a line for each step, and the first
     assert advise([str(tmp_path / "run")]) == 0
     assert "steps of 2 ranks" in capsys.readouterr().out
 
@@ -98,14 +98,14 @@ def watched_without_ddp(rank, folder, kind):
 
 @pytest.mark.parametrize(("kind", "job"), [("loop", "loop"), ("sharded", "FSDP2")])
 def test_without_ddp_the_first_model_that_is_called_is_recorded_from_its_first_step_on(kind, job, tmp_path):
-    for (head, *lines), _ in run_ranks(watched_without_ddp, 2, str(tmp_path), kind):
+    for (head, *lines), _ in run_forked(watched_without_ddp, 2, str(tmp_path), kind):
         assert head["job"] == job
         assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
         assert all(line["forward_s"] > 0 and line["backward_s"] > 0 for line in lines)
 
 
 def test_a_model_whose_first_call_gives_its_parameters_their_sizes_is_recorded_from_the_second_on(tmp_path):
-    for (head, *lines), said in run_ranks(watched_without_ddp, 2, str(tmp_path), "lazy"):
+    for (head, *lines), said in run_forked(watched_without_ddp, 2, str(tmp_path), "lazy"):
         assert [stage["numel"] for stage in head["stages"]] == [18, 40]
         assert [line["step"] for line in lines] == [0, 1, 2, 3]
         assert "uninitialized" not in said
@@ -121,7 +121,7 @@ def test_a_model_whose_first_call_gives_its_parameters_their_sizes_is_recorded_f
     ],
 )
 def test_a_model_that_cannot_be_watched_trains_on_and_it_is_told_why(kind, why, tmp_path):
-    for lines, said in run_ranks(watched_without_ddp, 2, str(tmp_path), kind):
+    for lines, said in run_forked(watched_without_ddp, 2, str(tmp_path), kind):
         assert lines == []
         assert said.startswith(f"straggle watch: {why}")
 

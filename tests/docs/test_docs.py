@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from launch_jobs import loaded_launch
 from pages import slow_run, write_run
-from ranks import run_ranks
+from ranks import run_forked
 from repository import ROOT
 from torch import nn
 from torchrun import started_torchrun
@@ -81,7 +81,7 @@ def run_block(rank: int, block: str) -> tuple[int, list[bool]]:
 # the blocks of staged-backward.md are complete programs of one process, which another test runs
 @pytest.mark.parametrize("block", [block for block in blocks("python") if "staged-backward" not in str(block.id)])
 def test_python_block_trains_on_two_ranks(block: str) -> None:
-    steps, changed = (one := run_ranks(run_block, 2, block))[0]
+    steps, changed = (one := run_forked(run_block, 2, block))[0]
     assert one[1] == one[0]
     assert changed == [True] * 4
     expected = -(-NUM_BATCHES // 2) if "islice(batches" in block else NUM_BATCHES  # with two batches in each step
@@ -240,7 +240,7 @@ def printed_by(rank: int, program: str) -> str:
 @pytest.mark.parametrize(("program", "text"), PROGRAMS)
 def test_program_of_the_page_prints_what_stands_under_it(program: str, text: str) -> None:
     """In a process of its own, as a reader runs it."""
-    assert run_ranks(printed_by, 1, program) == [text]
+    assert run_forked(printed_by, 1, program) == [text]
 
 
 def test_every_python_block_of_the_page_has_its_text_under_it() -> None:
@@ -260,13 +260,13 @@ def test_ddp_loop_runs_under_torchrun_and_the_slow_rank_is_late(tmp_path: Path) 
 
 
 def test_example_with_own_policies_runs_on_two_ranks_and_the_slow_one_is_late() -> None:
-    printed, _ = run_ranks(printed_by, 2, (ROOT / "examples" / "own_policy.py").read_text())
+    printed, _ = run_forked(printed_by, 2, (ROOT / "examples" / "own_policy.py").read_text())
     assert "late (1,)" in printed
 
 
 @pytest.mark.slow
 def test_sharded_example_runs_on_four_ranks_and_the_replica_of_the_slow_one_is_late() -> None:
-    printed = run_ranks(printed_by, 4, (ROOT / "examples" / "sharded_loop.py").read_text())
+    printed = run_forked(printed_by, 4, (ROOT / "examples" / "sharded_loop.py").read_text())
     assert "late: ['1 by rank 3']" in printed[0]
     assert all("shards identical" in words for words in printed)
 
@@ -298,7 +298,7 @@ def test_replicas_example_goes_on_without_the_replica_whose_rank_dies(tmp_path: 
 
 
 def test_ddp_loop_runs_as_a_single_process() -> None:
-    (printed,) = run_ranks(printed_by, 1, (ROOT / "examples" / "ddp_loop.py").read_text())
+    (printed,) = run_forked(printed_by, 1, (ROOT / "examples" / "ddp_loop.py").read_text())
     assert "step 50" in printed
     assert "(0,)" not in printed
 

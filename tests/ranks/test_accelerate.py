@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from launched import as_launched
-from ranks import digest, run_ranks
+from ranks import digest, run_forked
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -101,7 +101,7 @@ def beside_ddp(rank, folder):
 
 
 def test_trains_as_under_ddp_and_saves_its_state(tmp_path):
-    for results, (ddp_end, staged_end), files, kind in run_ranks(beside_ddp, NUM_RANKS, str(tmp_path), timeout_s=120):
+    for results, (ddp_end, staged_end), files, kind in run_forked(beside_ddp, NUM_RANKS, str(tmp_path), timeout_s=120):
         (ddp, ddp_steps), (staged, staged_steps) = results
         assert staged == ddp
         assert staged_steps == ddp_steps == 6
@@ -124,7 +124,7 @@ def with_a_late_rank(rank):
 
 
 def test_a_late_rank_skips_its_micro_batches_and_all_apply_the_same():
-    first, second = run_ranks(with_a_late_rank, NUM_RANKS, timeout_s=120)
+    first, second = run_forked(with_a_late_rank, NUM_RANKS, timeout_s=120)
     assert first == second
     assert first[1] == 3
     assert [ranks for ranks, _ in first[2]] == [(), (1,), (1,)]
@@ -207,7 +207,7 @@ def left_in_the_middle(rank, folder):
 
 
 def test_what_ddp_does_with_an_accumulation_that_is_left_in_the_middle(tmp_path):
-    first, second = run_ranks(left_in_the_middle, NUM_RANKS, str(tmp_path), timeout_s=240)
+    first, second = run_forked(left_in_the_middle, NUM_RANKS, str(tmp_path), timeout_s=240)
     assert first == second
     for name, (ddp, staged, late) in first.items():
         assert staged == ddp, name
@@ -238,7 +238,7 @@ def on_four(rank):
 
 
 def test_four_ranks_train_as_under_ddp_and_stay_alike_where_one_is_late():
-    first, *others = run_ranks(on_four, FOUR, timeout_s=120)
+    first, *others = run_forked(on_four, FOUR, timeout_s=120)
     assert others == [first] * (FOUR - 1)
     ddp, staged, _, num_steps, late = first
     assert staged == pytest.approx(ddp, abs=1e-5)  # sums of more than two numbers have an order
@@ -260,4 +260,4 @@ def refused(rank):
 
 
 def test_what_is_refused_is_told_what_to_do():
-    assert run_ranks(refused, NUM_RANKS, timeout_s=120) == [True] * NUM_RANKS
+    assert run_forked(refused, NUM_RANKS, timeout_s=120) == [True] * NUM_RANKS

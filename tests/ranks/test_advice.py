@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from advice import case, check, follow, plain, stepping, train, trains, wrapping
-from ranks import run_ranks, staged
+from ranks import run_forked, staged
 from torch import nn
 from torch.distributed.tensor import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -299,7 +299,7 @@ def run_cases(rank, name):
 
 @pytest.mark.parametrize("name", ["MODULES", pytest.param("DDP", marks=pytest.mark.slow)])
 def test_advice_on_what_is_wrapped_can_be_followed(name):
-    check(*run_ranks(run_cases, 2, name))
+    check(*run_forked(run_cases, 2, name))
 
 
 def test_word_of_ddp_without_a_way_of_its_own_is_left_out():

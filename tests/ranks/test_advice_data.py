@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from advice import case, check, follow, pattern, plain, sgd, stepping, train, trains, wrapping
-from ranks import digest, logged, run_ranks, staged
+from ranks import digest, logged, run_forked, staged
 from stores import serve_store
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
@@ -440,10 +440,10 @@ def run_cases(rank, name):
 
 @pytest.mark.parametrize("name", ["DATA", "POLICIES"])
 def test_advice_on_data_and_policies_can_be_followed(name):
-    check(*run_ranks(run_cases, 2, name))
+    check(*run_forked(run_cases, 2, name))
 
 
 def test_process_group_is_made_as_the_texts_say():
     stores = [serve_store() for _ in range(3)]
-    first, second = run_ranks(init_process_groups, 2, [store.port for store in stores])
+    first, second = run_forked(init_process_groups, 2, [store.port for store in stores])
     assert first == second

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from advice import case, check, follow, plain, sgd, train, trains
-from ranks import run_ranks, staged
+from ranks import run_forked, staged
 from torch import nn
 from training import features, mlp
 
@@ -244,4 +244,4 @@ def run_cases(rank, name):
 
 @pytest.mark.parametrize("name", ["CHANGED", "STATES"])
 def test_advice_about_a_model_that_was_changed_or_loaded_can_be_followed(name):
-    check(*run_ranks(run_cases, 2, name))
+    check(*run_forked(run_cases, 2, name))

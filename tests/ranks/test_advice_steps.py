@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from advice import case, check, follow, plain, sgd, stepping, train, trains
-from ranks import run_ranks, staged
+from ranks import run_forked, staged
 from torch import Tensor, nn, optim
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from training import Stopper, features, mlp, warned
@@ -400,4 +400,4 @@ def run_cases(rank, name):
 
 @pytest.mark.parametrize("name", ["OPTIMIZERS", "PASSES"])
 def test_advice_on_steps_can_be_followed(name):
-    check(*run_ranks(run_cases, 2, name))
+    check(*run_forked(run_cases, 2, name))

@@ -7,7 +7,7 @@ import textwrap
 from typing import Any
 
 import pytest
-from ranks import run_ranks
+from ranks import run_forked
 from training import features, mlp
 from watched import when, write_watch
 
@@ -38,10 +38,10 @@ def test_printed_code_runs_in_a_program_that_has_a_model(ranks, tmp_path):
     compile(drawn, "the loop that draws", "exec")
     assert given.best is not None
     assert (
-        run_ranks(run_printed, ranks, use)
+        run_forked(run_printed, ranks, use)
         == [(True, given.best.code.partition("(")[0].removeprefix("straggle."))] * ranks
     )
-    assert run_ranks(run_printed, ranks, shadow) == [(True, "Shadow")] * ranks
+    assert run_forked(run_printed, ranks, shadow) == [(True, "Shadow")] * ranks
     assert "launch.sh" not in str(given)  # the user's program knows nothing of it
 
 

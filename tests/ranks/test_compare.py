@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_forked
 
 from straggle.commands.compare import train_on
 from straggle.commands.config import load
@@ -55,7 +55,7 @@ def own_clock(rank):
 
 
 def test_only_the_steps_of_its_own_turns_count_for_a_job():
-    turn_s, end_s, losses, summary = run_ranks(own_clock, 1)[0]
+    turn_s, end_s, losses, summary = run_forked(own_clock, 1)[0]
     assert turn_s == [5.0] * 3
     assert end_s == [5.0, 10.0, 15.0]
     assert losses == [99.0, 98.0, 97.0]
@@ -71,7 +71,7 @@ def trained_on(rank):
 
 
 def test_method_that_is_behind_trains_on_until_it_is_there_or_its_time_is_up():
-    assert run_ranks(trained_on, 1) == [{"ddp": 10, "there": 10, "behind": 12, "far": 13}]
+    assert run_forked(trained_on, 1) == [{"ddp": 10, "there": 10, "behind": 12, "far": 13}]
 
 
 def verdict_of(rank, faults, lost, seconds):
@@ -81,7 +81,7 @@ def verdict_of(rank, faults, lost, seconds):
 
 
 def verdict(faults=True, lost=None, **seconds):
-    return run_ranks(verdict_of, 1, faults, lost or {}, seconds)[0]
+    return run_forked(verdict_of, 1, faults, lost or {}, seconds)[0]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def without(rank):
 
 
 def test_without_a_slow_rank_the_others_train_on_the_same_samples_and_hand_on_what_they_have():
-    (scores, hashed), *others = run_ranks(without, 3)
+    (scores, hashed), *others = run_forked(without, 3)
     assert scores[0] == pytest.approx(scores[1])
     assert others == [(scores, hashed)] * 2
 
@@ -165,6 +165,6 @@ def local_sgd(rank):
 
 
 def test_local_sgd_is_ddp_at_first_and_then_averages_every_so_many_steps():
-    first, second = run_ranks(local_sgd, 2)
+    first, second = run_forked(local_sgd, 2)
     same = [one == other for one, other in zip(first, second, strict=True)]
     assert same == [True] * 3 + [False, False, True] * 3 + [False, True, True]

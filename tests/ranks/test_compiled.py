@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import digest, run_ranks, staged
+from ranks import digest, run_forked, staged
 from torch import nn
 from torch._dynamo.convert_frame import input_codes
 from torch._dynamo.exc import Unsupported
@@ -120,7 +120,7 @@ def test_a_late_rank_of_a_compiled_model_leaves_before_its_next_micro_batch_and_
     granularity,
 ):
     stops = [None, None, (2, 0), None, (0, 0), None]  # before a micro-batch
-    first, second = run_ranks(run_ways, 2, stops, granularity)
+    first, second = run_forked(run_ways, 2, stops, granularity)
     for way, (left, num_graphs, frames, end) in second.items():
         assert [step[:2] for step in left] == [(4, 4), (4, 4), (3, 2), (4, 4), (1, 0), (4, 4)], way
         assert [step[2] for step in left] == [[{1.0}, {share}] for share in (1.0, 1.0, 0.5, 1.0, 0.0, 1.0)], way
@@ -131,7 +131,7 @@ def test_a_late_rank_of_a_compiled_model_leaves_before_its_next_micro_batch_and_
 
 
 def test_gradients_that_come_at_once_all_count_if_the_rank_is_late_at_the_first_of_them():
-    first, second = run_ranks(run_ways, 2, [None, (1, 1), None])
+    first, second = run_forked(run_ways, 2, [None, (1, 1), None])
     for way, (left, _, _, end) in second.items():
         begun, ended, weights, *_ = left[1]
         assert (begun, ended) == ((2, 1) if way == "eager" else (3, 2)), way
@@ -161,7 +161,10 @@ def run_compiled_steps(rank, is_compiled):
 
 
 def test_a_block_that_is_compiled_with_its_step_ends_as_it_does_otherwise():
-    (first, second), (eager, _) = run_ranks(run_compiled_steps, 2, True), run_ranks(run_compiled_steps, 2, False)
+    (first, second), (eager, _) = (
+        run_forked(run_compiled_steps, 2, True),
+        run_forked(run_compiled_steps, 2, False),
+    )
     assert [weight for _, weight in second] == [1.0, 0.5, 1.0]
     torch.testing.assert_close(first, eager)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
@@ -173,4 +176,4 @@ def run_in_one_graph(rank):
 
 
 def test_a_wrapper_that_must_be_one_graph_is_refused_with_the_remedy():
-    run_ranks(run_in_one_graph, 1)
+    run_forked(run_in_one_graph, 1)

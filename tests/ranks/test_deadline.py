@@ -3,7 +3,7 @@
 import math
 
 import torch
-from ranks import run_ranks, staged
+from ranks import run_forked, staged
 from training import features, mlp
 
 from straggle import Deadline, History, LateHandling
@@ -43,7 +43,7 @@ def work_until_late(rank):
 
 
 def test_users_own_policy_decides_alike_on_every_rank():
-    first, second = run_ranks(work_until_late, 2)
+    first, second = run_forked(work_until_late, 2)
     assert repr(first) == repr(second)  # a rank that a busy machine held up has NaN, on both
     seen, late, deadlines = first
     assert late == [(), (), (1,), (1,)]

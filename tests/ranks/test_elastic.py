@@ -25,9 +25,9 @@ from job_loop import (
     wider,
     with_state,
 )
-from members import run_job
+from members import run_forked_job
 from queued_device import queued_device
-from ranks import Raised, die, digest, run_ranks, staged
+from ranks import Raised, die, digest, run_forked, staged
 from telemetry_rows import row_of
 from training import features, mlp
 
@@ -74,7 +74,7 @@ def wait_logged(job, text):
 @pytest.mark.slow
 def test_killed_ranks_come_back_with_the_state_of_the_others():
     """Of model and optimizer, what a model holds beside, and the memory of an estimator that all ranks share."""
-    with run_job(3, train, Loop(with_state, estimator=MovingAverage(0.999))) as job:
+    with run_forked_job(3, train, Loop(with_state, estimator=MovingAverage(0.999))) as job:
         job.walk(6)
         for rank in (2, 0):
             peers = [other for other in range(3) if other != rank]
@@ -106,7 +106,7 @@ def test_killed_ranks_come_back_with_the_state_of_the_others():
 
 @pytest.mark.slow
 def test_rank_that_was_stopped_for_seconds_is_healed_in_its_own_loop():
-    with run_job(3, train, Loop(plain)) as job:
+    with run_forked_job(3, train, Loop(plain)) as job:
         job.walk(6)
         job.stop(1)
         job.walk(12, [0, 2])
@@ -128,7 +128,7 @@ def test_rank_that_was_stopped_for_seconds_is_healed_in_its_own_loop():
 
 @pytest.mark.slow
 def test_two_ranks_leave_at_once_and_come_back():
-    with run_job(4, train, Loop(plain, elastic=Elastic(min_ranks=2, suspect_s=1.0))) as job:
+    with run_forked_job(4, train, Loop(plain, elastic=Elastic(min_ranks=2, suspect_s=1.0))) as job:
         job.walk(6)
         job.kill(1, 3)
         job.walk(12, [0, 2])
@@ -144,7 +144,7 @@ def test_two_ranks_leave_at_once_and_come_back():
 
 @pytest.mark.slow
 def test_too_few_ranks_are_an_error_that_names_those_that_left():
-    with run_job(3, train, Loop(plain)) as job:
+    with run_forked_job(3, train, Loop(plain)) as job:
         job.walk(6)
         job.kill(1, 2)
         error = job.result(0)
@@ -158,7 +158,7 @@ def test_too_few_ranks_are_an_error_that_names_those_that_left():
 
 @pytest.mark.slow
 def test_leader_that_dies_while_it_gives_its_state_is_replaced():
-    with run_job(4, train, Loop(plain, ballast=BALLAST, elastic=Elastic(min_ranks=2, suspect_s=1.0))) as job:
+    with run_forked_job(4, train, Loop(plain, ballast=BALLAST, elastic=Elastic(min_ranks=2, suspect_s=1.0))) as job:
         job.walk(6)
         job.kill(3)
         job.walk(6, [0, 1, 2])
@@ -178,7 +178,7 @@ def test_leader_that_dies_while_it_gives_its_state_is_replaced():
 
 @pytest.mark.slow
 def test_the_only_one_with_the_state_is_waited_for_while_it_is_stopped():
-    with run_job(2, train, Loop(plain, ballast=BALLAST, elastic=Elastic(min_ranks=1, suspect_s=1.0))) as job:
+    with run_forked_job(2, train, Loop(plain, ballast=BALLAST, elastic=Elastic(min_ranks=1, suspect_s=1.0))) as job:
         job.walk(6)
         job.kill(1)
         job.walk(6, [0])
@@ -196,7 +196,7 @@ def test_the_only_one_with_the_state_is_waited_for_while_it_is_stopped():
 
 @pytest.mark.slow
 def test_newcomer_that_dies_while_its_state_arrives_is_put_out_and_may_come_again():
-    with run_job(3, train, Loop(plain, ballast=BALLAST)) as job:
+    with run_forked_job(3, train, Loop(plain, ballast=BALLAST)) as job:
         job.walk(6)
         job.kill(2)
         job.walk(6, [0, 1])
@@ -215,7 +215,7 @@ def raise_once(rank, step, board):
 
 
 def test_rank_whose_code_raises_leaves_with_its_reason():
-    with run_job(3, train, Loop(plain, raise_once)) as job:
+    with run_forked_job(3, train, Loop(plain, raise_once)) as job:
         job.walk(20, [0, 2])
         error = job.result(1)
         outcomes = job.finish([0, 2])
@@ -235,7 +235,7 @@ def end_by_an_error(rank, step, board):
 
 
 def test_rank_whose_code_raises_between_two_steps_has_not_ended_its_loop():
-    with run_job(3, train, Loop(plain, end_by_an_error)) as job:
+    with run_forked_job(3, train, Loop(plain, end_by_an_error)) as job:
         outcomes = job.finish()
     for own in (outcomes[0], outcomes[2]):
         assert left(own)[1] == "rank 1 raised after step 15, outside of a step: ValueError('no such batch')"
@@ -270,7 +270,7 @@ def train_with_a_deque(rank, board, where):
 @pytest.mark.slow
 @pytest.mark.parametrize(("where", "place"), [("optimizer", "optimizer.state[0].seen"), ("sampler", "sampler.seen")])
 def test_state_that_cannot_be_sent_ends_who_comes_back_with_the_reason_and_no_member(where, place):
-    with run_job(3, train_with_a_deque, where) as job:
+    with run_forked_job(3, train_with_a_deque, where) as job:
         job.walk(6)
         job.kill(2)
         job.walk(6, [0, 1])
@@ -294,7 +294,7 @@ def stay_in_step_12(rank, step, board):
 @pytest.mark.slow
 def test_long_wait_for_a_member_names_it_and_not_one_that_is_absent():
     elastic = Elastic(min_ranks=2, suspect_s=1.0)
-    with run_job(3, train, Loop(plain, stay_in_step_12, elastic)) as job:
+    with run_forked_job(3, train, Loop(plain, stay_in_step_12, elastic)) as job:
         job.walk(3)
         job.kill(2)
         job.walk(20, [0, 1])
@@ -311,7 +311,7 @@ def raise_on_all(rank, step, board):
 
 
 def test_exception_on_all_ranks_ends_the_job_with_that_exception():
-    with run_job(3, train, Loop(plain, raise_on_all)) as job:
+    with run_forked_job(3, train, Loop(plain, raise_on_all)) as job:
         errors = [job.result(rank) for rank in range(3)]
         why = over(dist.FileStore(str(job.folder / "store")))  # so that no agent starts one of them again
     assert [(error.kind, error.message) for error in errors] == [("ValueError", "no such batch")] * 3
@@ -327,7 +327,7 @@ def die_in_the_first_step(rank, step, board):
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", [None, BalancedByTime(3)])
 def test_rank_that_dies_before_the_stages_are_planned_is_done_without(stages):
-    with run_job(3, train, Loop(plain, die_in_the_first_step, stages=stages)) as job:
+    with run_forked_job(3, train, Loop(plain, die_in_the_first_step, stages=stages)) as job:
         job.walk(10, [1, 2])
         job.start(0)
         job.walk(10)
@@ -353,7 +353,7 @@ def die_while_it_wraps(rank, board, loop, has_met):
 @pytest.mark.slow
 @pytest.mark.parametrize("has_met", [False, True])
 def test_ranks_wrap_their_model_anew_with_one_that_died_meanwhile(has_met):
-    with run_job(3, die_while_it_wraps, Loop(plain), has_met) as job:
+    with run_forked_job(3, die_while_it_wraps, Loop(plain), has_met) as job:
         job.wait((job.folder / "died").exists, "rank 1 dies")
         job.start(1)
         job.walk(6)
@@ -365,7 +365,7 @@ def test_ranks_wrap_their_model_anew_with_one_that_died_meanwhile(has_met):
 
 @pytest.mark.slow
 def test_rank_that_comes_when_the_others_are_done_is_told_so():
-    with run_job(3, train, Loop(plain)) as job:
+    with run_forked_job(3, train, Loop(plain)) as job:
         job.walk(6)
         job.kill(2)
         job.walk(6, [0, 1])
@@ -394,7 +394,7 @@ def train_to_the_end(rank, board, stuck_at):
 
 @pytest.mark.parametrize("stuck_at", [20, 25])
 def test_rank_that_is_out_in_its_last_step_does_not_end_with_an_old_model(stuck_at):
-    with run_job(3, train_to_the_end, stuck_at) as job:
+    with run_forked_job(3, train_to_the_end, stuck_at) as job:
         zero, one, two = (job.result(rank) for rank in range(3))
     assert zero == one
     assert isinstance(two, Raised)
@@ -434,7 +434,7 @@ def train_two_models(rank, board, first):
 
 @pytest.mark.parametrize("first", [5, 0])
 def test_rank_that_is_too_late_for_a_model_goes_on_with_the_next_one(first):
-    with run_job(2, train_two_models, first) as job:
+    with run_forked_job(2, train_two_models, first) as job:
         job.wait(lambda: job.board.made(0) == 1, "rank 0 has ended its loop with the first model")
         job.start(1)
         outcomes = [job.result(0), job.result(1)]
@@ -447,7 +447,7 @@ def end_early(rank, step, board):
 
 
 def test_rank_whose_loop_ends_earlier_leaves_the_others_to_go_on():
-    with run_job(3, train, Loop(plain, end_early)) as job:
+    with run_forked_job(3, train, Loop(plain, end_early)) as job:
         job.walk(20, [0, 2])
         assert job.result(1).step == 15
         outcomes = job.finish([0, 2])
@@ -462,7 +462,7 @@ def plain_of_another_torch():
 
 @pytest.mark.slow
 def test_newcomer_with_another_model_torch_or_other_options_is_refused_and_the_job_goes_on():
-    with run_job(3, train, Loop(plain)) as job:
+    with run_forked_job(3, train, Loop(plain)) as job:
         job.walk(6)
         job.kill(2)
         job.walk(6, [0, 1])
@@ -487,7 +487,7 @@ def be_late(rank, step, board):
 
 @pytest.mark.slow
 def test_members_change_while_another_rank_is_late():
-    with run_job(4, train, Loop(plain, be_late, deadline_s=0.1, max_lag=64)) as job:  # late, and not too late
+    with run_forked_job(4, train, Loop(plain, be_late, deadline_s=0.1, max_lag=64)) as job:  # late, and not too late
         job.walk(15)
         job.kill(3)
         job.walk(20, [0, 1, 2])
@@ -510,7 +510,7 @@ def be_stuck_until_others_are_far(rank, step, board):
 
 @pytest.mark.slow
 def test_rank_that_is_stuck_for_longer_than_max_lag_is_not_waited_for_and_is_healed():
-    with run_job(3, train, Loop(plain, be_stuck_until_others_are_far, deadline_s=0.1, max_lag=10)) as job:
+    with run_forked_job(3, train, Loop(plain, be_stuck_until_others_are_far, deadline_s=0.1, max_lag=10)) as job:
         job.walk(60)
         job.meet()
         outcomes = job.finish()
@@ -529,7 +529,9 @@ def test_rank_that_is_stuck_for_longer_than_max_lag_is_not_waited_for_and_is_hea
 @pytest.mark.slow
 def test_rank_that_cannot_be_spared_stays_a_member_while_it_is_stuck_and_is_healed():
     elastic = Elastic(min_ranks=3, suspect_s=1.0)
-    with run_job(3, train, Loop(plain, be_stuck_until_others_are_far, elastic, deadline_s=0.1, max_lag=2)) as job:
+    with run_forked_job(
+        3, train, Loop(plain, be_stuck_until_others_are_far, elastic, deadline_s=0.1, max_lag=2)
+    ) as job:
         job.walk(45)
         job.meet()
         outcomes = job.finish()
@@ -550,7 +552,7 @@ def stay_in_step_15(rank, step, board):
 
 @pytest.mark.slow
 def test_what_was_in_flight_to_a_dead_rank_is_lost_for_one_step_and_reported():
-    with run_job(3, train, Loop(plain, stay_in_step_15)) as job:
+    with run_forked_job(3, train, Loop(plain, stay_in_step_15)) as job:
         job.walk(15)
         time.sleep(1.0)  # the others have launched their merges of step 15
         job.kill(2)
@@ -570,7 +572,7 @@ def test_what_was_in_flight_to_a_dead_rank_is_lost_for_one_step_and_reported():
 @pytest.mark.parametrize("seed", [0, 1])
 def test_replicas_stay_identical_whatever_happens_to_whom(seed):
     chance = random.Random(seed)
-    with run_job(4, train, Loop(plain, elastic=Elastic(min_ranks=1, suspect_s=1.0))) as job:
+    with run_forked_job(4, train, Loop(plain, elastic=Elastic(min_ranks=1, suspect_s=1.0))) as job:
         job.walk(6)
         for _ in range(6):
             hit = chance.sample(range(4), chance.choice([1, 1, 2]))
@@ -609,7 +611,7 @@ def close_before_a_store_that_stands_still(rank):
 @pytest.mark.slow
 def test_store_that_stands_still_is_not_waited_for_at_the_end():
     # its requests have no time limit: without one of the library's own this ends with the lock, never
-    assert run_ranks(close_before_a_store_that_stands_still, 1) == [True]
+    assert run_forked(close_before_a_store_that_stands_still, 1) == [True]
 
 
 class Broken(Exception):
@@ -639,7 +641,7 @@ def go_on_after_an_error(rank):
 
 @pytest.mark.slow
 def test_rank_whose_loop_goes_on_after_its_own_error_is_healed():
-    results = run_ranks(go_on_after_an_error, 3)
+    results = run_forked(go_on_after_an_error, 3)
     assert len({result[:2] for result in results}) == 1
     assert results[0][2] is False
     assert results[0][3] > 0
@@ -679,7 +681,7 @@ def finish_steps_while_others_ask(rank):
 
 def test_step_that_another_member_gave_holds_nobody_for_newcomers():
     # who was to come in after it has, or has not: a rank that waited for that would wait for ever
-    assert run_ranks(finish_steps_while_others_ask, 1) == [[Hold(1, leads=True), None]]
+    assert run_forked(finish_steps_while_others_ask, 1) == [[Hold(1, leads=True), None]]
 
 
 def change_members_on_a_device(rank):
@@ -705,7 +707,7 @@ def change_members_on_a_device(rank):
 
 def test_round_goes_on_among_other_members_while_nothing_of_it_is_queued_on_its_device():
     # the thread that copies it has another queue than those that write to it before and read it later
-    assert run_ranks(change_members_on_a_device, 1) == [[1, 2]]
+    assert run_forked(change_members_on_a_device, 1) == [[1, 2]]
 
 
 def coordinator_of(channel, slots, plan, policy):
@@ -762,7 +764,7 @@ def begun_while_it_is_out(rank, catches_up):
 @pytest.mark.parametrize("catches_up", [True, False])
 def test_nothing_is_begun_in_the_place_of_a_rank_that_is_out(catches_up):
     # it would be finished among the members that let the rank in again, and these are in another step
-    assert run_ranks(begun_while_it_is_out, 1, catches_up) == [(True, None)]
+    assert run_forked(begun_while_it_is_out, 1, catches_up) == [(True, None)]
 
 
 def take_telemetry_of_who_has_left(rank):
@@ -800,7 +802,7 @@ def take_telemetry_of_who_has_left(rank):
 
 def test_rank_that_left_after_a_step_was_complete_is_not_absent_in_it():
     # who had the step before knows it as a member: others would deal the samples that it brought again
-    assert run_ranks(take_telemetry_of_who_has_left, 2) == [frozenset(), None]
+    assert run_forked(take_telemetry_of_who_has_left, 2) == [frozenset(), None]
 
 
 def go_on_while_a_change_is_reported(rank):
@@ -828,7 +830,7 @@ def go_on_while_a_change_is_reported(rank):
 
 @pytest.mark.slow
 def test_rank_that_enters_its_next_step_right_after_its_own_error_is_healed():
-    results = run_ranks(go_on_while_a_change_is_reported, 3)
+    results = run_forked(go_on_while_a_change_is_reported, 3)
     assert [own[2] for own in results] == [0, 1, 1]
     assert len({own[:2] for own in results}) == 1
     assert results[0][3] == ()
@@ -864,7 +866,7 @@ def change_views_while_an_old_group_does_not_end(rank):
 
 def test_one_thread_waits_for_old_groups_however_many_views_come():
     # a rank that is frozen keeps its peers' group with it for minutes
-    assert run_ranks(change_views_while_an_old_group_does_not_end, 1) == [[1, 1, 0]]
+    assert run_forked(change_views_while_an_old_group_does_not_end, 1) == [[1, 1, 0]]
 
 
 def stay_out_while_a_peer_looks(rank):
@@ -894,7 +896,7 @@ def stay_out_while_a_peer_looks(rank):
 
 def test_rank_that_is_put_out_does_not_keep_its_peers_old_groups():
     # they are not told that it takes part no more, as long as it has its own
-    assert run_ranks(stay_out_while_a_peer_looks, 2) == [True, None]
+    assert run_forked(stay_out_while_a_peer_looks, 2) == [True, None]
 
 
 def walk_to_the_end(model, step, rank, board):
@@ -927,7 +929,7 @@ def without_memory_at_first(rank, board):
 
 @pytest.mark.slow
 def test_new_process_whose_first_state_did_not_come_asks_again():
-    with run_job(3, without_memory_at_first) as job:
+    with run_forked_job(3, without_memory_at_first) as job:
         job.walk(6)
         job.kill(2)
         job.walk(6, [0, 1])
@@ -955,7 +957,7 @@ def note_pauses(rank, board):
 
 @pytest.mark.slow
 def test_who_gives_its_state_pauses_between_the_chunks():
-    with run_job(2, note_pauses) as job:
+    with run_forked_job(2, note_pauses) as job:
         job.walk(6)
         job.kill(1)
         job.walk(6, [0])

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from members import run_job
-from ranks import run_ranks, staged
+from members import run_forked_job
+from ranks import run_forked, staged
 from torch.utils.data import DataLoader, Dataset
 from training import Ahead, Stopper, features, mlp
 
@@ -49,7 +49,7 @@ def one_epoch(rank, num_samples, stopped_at, repeat_up_to, num_ahead):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("num_samples", [24, 29])
 def test_every_sample_comes_once(world_size, num_samples):
-    results = run_ranks(one_epoch, world_size, num_samples, {}, 0.0, 0)
+    results = run_forked(one_epoch, world_size, num_samples, {}, 0.0, 0)
     assert sorted(sample for own, _ in results for sample in own) == list(range(num_samples))
     assert {steps for _, steps in results} == {-(-num_samples // (4 * world_size))}
 
@@ -63,13 +63,13 @@ def test_every_sample_comes_once(world_size, num_samples):
     ],
 )
 def test_samples_of_a_late_rank_come_again_where_that_is_wanted(stopped_at, repeat_up_to, more):
-    results = run_ranks(one_epoch, 2, 32, stopped_at, repeat_up_to, 0)
+    results = run_forked(one_epoch, 2, 32, stopped_at, repeat_up_to, 0)
     assert sorted(sample for own, _ in results for sample in own) == list(range(32))
     assert {steps for _, steps in results} == {4 + more}
 
 
 def test_loader_that_fetches_ahead():
-    results = run_ranks(one_epoch, 2, 32, {1: 0}, 0.0, 2)
+    results = run_forked(one_epoch, 2, 32, {1: 0}, 0.0, 2)
     assert sorted(sample for own, _ in results for sample in own) == list(range(32))
 
 
@@ -83,7 +83,7 @@ def too_many_steps(_rank):
 
 
 def test_two_steps_with_one_batch_are_refused():
-    (refused,) = run_ranks(too_many_steps, 1, outcomes=True)
+    (refused,) = run_forked(too_many_steps, 1, outcomes=True)
     assert (refused.kind, "2 steps with one batch" in refused.message) == ("RuntimeError", True)
 
 
@@ -105,13 +105,13 @@ def leaves_a_batch_out(rank, inside):
 
 
 def test_batch_that_a_loop_always_leaves_out_is_refused_and_not_offered_for_ever():
-    peer, own = run_ranks(leaves_a_batch_out, 2, False, outcomes=True)
+    peer, own = run_forked(leaves_a_batch_out, 2, False, outcomes=True)
     assert "11 times the same batch" in own.message
     assert peer.kind == "PeerFailed"
 
 
 def test_batch_that_is_left_out_inside_of_its_step_comes_again_and_is_dealt_to_both_ranks():
-    assert run_ranks(leaves_a_batch_out, 2, True) == [([], 5), ([1], 5)]  # four steps, and one for its two samples
+    assert run_forked(leaves_a_batch_out, 2, True) == [([], 5), ([1], 5)]  # four steps, and one for its two samples
 
 
 def train(rank, board, folder, num_samples, num_epochs, rebalanced):
@@ -166,7 +166,7 @@ def counted(folder, brought, world_size):
 @pytest.mark.parametrize(("leaves", "rebalanced"), [("killed", False), ("stopped", False), ("killed", True)])
 def test_every_sample_of_each_epoch_is_merged_once_though_a_rank_leaves_and_comes_back(leaves, rebalanced, tmp_path):
     num_samples = 3 * 4 * 50 + 7
-    with run_job(3, train, str(tmp_path), num_samples, 2, rebalanced) as job:
+    with run_forked_job(3, train, str(tmp_path), num_samples, 2, rebalanced) as job:
         job.walk(15)
         job.kill(1) if leaves == "killed" else job.stop(1)
         job.walk(20, [0, 2])

@@ -6,7 +6,7 @@ import gc
 import weakref
 
 import pytest
-from ranks import run_ranks, staged
+from ranks import run_forked, staged
 from training import features, mlp
 
 from straggle import CollectGarbage, StagedDataParallel
@@ -41,7 +41,7 @@ def collected_after(rank, every, steps):
 
 
 def test_all_ranks_collect_after_the_same_steps():
-    results = run_ranks(collected_after, 2, 3, 10)
+    results = run_forked(collected_after, 2, 3, 10)
     assert [steps for steps, *_ in results] == [[0, 2, 5, 8]] * 2
     assert all(count == 4 and not enabled and frozen for _, count, enabled, frozen, _ in results)
     assert all(left == 0 for *_, left in results)
@@ -65,7 +65,7 @@ def collected_while_the_peer_computes(rank):
 
 
 def test_a_rank_collects_while_its_peers_still_compute():
-    assert run_ranks(collected_while_the_peer_computes, 2) == [2, 2]
+    assert run_forked(collected_while_the_peer_computes, 2) == [2, 2]
 
 
 def left_to_itself(rank):
@@ -80,7 +80,7 @@ def left_to_itself(rank):
 
 
 def test_python_collects_again_when_the_model_is_gone():
-    assert run_ranks(left_to_itself, 1) == [(False, True, 0)]
+    assert run_forked(left_to_itself, 1) == [(False, True, 0)]
 
 
 def test_every_below_one_is_refused():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import digest, run_ranks
+from ranks import digest, run_forked
 from training import Signals
 
 from straggle.commands.config import load
@@ -70,7 +70,7 @@ def resumed(job, config, workload):
 
 @pytest.mark.parametrize("options", [ONE_FOR_ONE, ["rebalance=by_speed"]], ids=["equal", "by speed"])
 def test_rank_that_loads_slowly_has_the_same_batch_until_it_is_in_time(options):
-    (others, _, same), (own, counted, parameters) = run_ranks(train, 2, load("train", [*OPTIONS, *options]))
+    (others, _, same), (own, counted, parameters) = run_forked(train, 2, load("train", [*OPTIONS, *options]))
     assert counted == [True] * FIRST + [False] * (LAST - FIRST + 1) + [True] * 3
     assert (len(others), len(own)) == (8, 8 - (LAST - FIRST + 1))
     assert parameters == same
@@ -79,6 +79,6 @@ def test_rank_that_loads_slowly_has_the_same_batch_until_it_is_in_time(options):
 @pytest.mark.parametrize("options", [ONE_FOR_ONE, ["rebalance=by_speed"]], ids=["equal", "by speed"])
 def test_run_that_is_resumed_has_the_samples_that_it_would_have_had(options):
     config = load("train", [*OPTIONS, *options])
-    uninterrupted, resumed = (run_ranks(train, 2, config, after) for after in (None, LAST))
+    uninterrupted, resumed = (run_forked(train, 2, config, after) for after in (None, LAST))
     assert [counted for _, counted, _ in resumed] == [counted for _, counted, _ in uninterrupted]
     assert [parameters for _, _, parameters in resumed] == [parameters for _, _, parameters in uninterrupted]

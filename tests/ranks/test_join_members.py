@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from members import run_job
+from members import run_forked_job
 from ranks import digest, staged
 from training import features, mlp
 
@@ -43,7 +43,7 @@ def train(rank, board):
 @pytest.mark.slow
 @pytest.mark.parametrize("leaves", ["killed", "stopped"])
 def test_epochs_end_together_though_a_rank_leaves_and_comes_back_in_a_later_one(leaves):
-    with run_job(3, train) as job:
+    with run_forked_job(3, train) as job:
         job.walk(10)
         job.kill(1) if leaves == "killed" else job.stop(1)
         job.walk(num_batches(2) + 1, [0, 2])  # the others end this epoch without it

@@ -6,7 +6,7 @@ import pytest
 import torch
 from paced_device import PacedDevice
 from queued_device import queued_device
-from ranks import digest, run_ranks, staged
+from ranks import digest, run_forked, staged
 from torch import nn
 from training import features
 
@@ -101,7 +101,7 @@ def late_steps(reports):
 @pytest.mark.parametrize("num_microbatches", [1, 3])
 def test_rank_whose_device_is_slow_is_stopped_and_its_peers_do_not_wait(num_microbatches):
     deadline_s = 0.2 * num_microbatches
-    results = run_ranks(train, 2, one_is_slow, DEVICE, num_microbatches, 7, deadline_s)
+    results = run_forked(train, 2, one_is_slow, DEVICE, num_microbatches, 7, deadline_s)
     assert len({parameters for parameters, *_ in results}) == 1
     (_, reports, _, peer_waits), (_, _, queued_s, num_waits) = results
     # in the first step the stages are planned, and in the second one their seconds are learned
@@ -121,7 +121,7 @@ def test_rank_whose_device_is_slow_is_stopped_and_its_peers_do_not_wait(num_micr
 
 
 def test_late_by_the_host_a_slow_device_is_not_seen_and_nobody_waits():
-    results = run_ranks(train, 2, one_is_slow, LateHandling(grace_s=5.0), 1, 5, 0.1)
+    results = run_forked(train, 2, one_is_slow, LateHandling(grace_s=5.0), 1, 5, 0.1)
     for _, reports, _, num_waits in results:
         assert late_steps(reports) == []
         assert num_waits == [0] * 5
@@ -129,20 +129,20 @@ def test_late_by_the_host_a_slow_device_is_not_seen_and_nobody_waits():
 
 
 def test_moment_in_which_all_devices_are_slow_stops_nobody():
-    (_, reports, _, _), (_, _, _, num_waits) = run_ranks(train, 2, all_are_slow_at_first, DEVICE, 1, 10, 0.1)
+    (_, reports, _, _), (_, _, _, num_waits) = run_forked(train, 2, all_are_slow_at_first, DEVICE, 1, 10, 0.1)
     assert late_steps(reports) == []
     assert max(num_waits[2:6]) > 0  # rank 1 could be stopped: it is slower than its peer, by less than a stage
 
 
 def test_rank_that_is_in_time_never_waits_for_its_device():
-    for _, reports, _, num_waits in run_ranks(train, 2, nobody_is_slow, DEVICE, 2, 8, 5.0):
+    for _, reports, _, num_waits in run_forked(train, 2, nobody_is_slow, DEVICE, 2, 8, 5.0):
         assert num_waits == [1] + [0] * 7  # once, for the first times
         assert late_steps(reports) == []
 
 
 def test_between_micro_batches_a_slow_device_is_stopped_too():
     late_handling = LateHandling(late_by="device", grace_s=5.0, granularity="microbatch")
-    results = run_ranks(train, 2, one_is_slow, late_handling, 3, 5, 0.7)
+    results = run_forked(train, 2, one_is_slow, late_handling, 3, 5, 0.7)
     assert len({parameters for parameters, *_ in results}) == 1
     reports = results[0][1]
     late = late_steps(reports)
@@ -153,7 +153,7 @@ def test_between_micro_batches_a_slow_device_is_stopped_too():
 
 
 def test_host_waits_for_no_stage_of_a_pass_whose_gradients_come_at_once():
-    results = run_ranks(train, 2, one_is_slow, DEVICE, 3, 5, 0.3, True)
+    results = run_forked(train, 2, one_is_slow, DEVICE, 3, 5, 0.3, True)
     assert len({parameters for parameters, *_ in results}) == 1
     (_, reports, _, peer_waits), (_, _, queued_s, num_waits) = results
     late = late_steps(reports)
@@ -181,7 +181,7 @@ def pause_for_long(rank):
 
 
 def test_time_of_a_pause_belongs_to_no_step_of_the_device():
-    for wait_s in run_ranks(pause_for_long, 2):
+    for wait_s in run_forked(pause_for_long, 2):
         assert max(wait_s) < 0.3
 
 
@@ -199,5 +199,5 @@ def sleep_once(rank):
 
 
 def test_on_the_cpu_a_rank_is_late_by_its_host_in_either_way():
-    for compute_s in run_ranks(sleep_once, 2):
+    for compute_s in run_forked(sleep_once, 2):
         assert compute_s[2] >= 0.3 > compute_s[3]  # a device would tell it a step later

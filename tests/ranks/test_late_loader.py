@@ -5,7 +5,7 @@ from itertools import islice
 
 import pytest
 import torch
-from ranks import digest, run_ranks, staged
+from ranks import digest, run_forked, staged
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
 from training import Signals, features, mlp
 
@@ -96,7 +96,7 @@ def check(results, way):
 @pytest.mark.parametrize("way", ["LateLoader", "Epochs", "DealtLoader"])
 def test_rank_that_loads_slowly_loads_nothing_for_the_steps_that_it_missed(way, world_size):
     num_samples = world_size * ROWS * 10
-    results = run_ranks(train, world_size, way, num_samples)
+    results = run_forked(train, world_size, way, num_samples)
     counted = check(results, way)
     steps, loaded, left, _ = results[-1]
     assert [counts for _, counts in steps[: LAST + 2]] == [True] * FIRST + [False] * MISSED + [True]
@@ -113,7 +113,7 @@ def test_rank_that_loads_slowly_loads_nothing_for_the_steps_that_it_missed(way, 
 
 
 def test_plain_loader_has_it_load_a_batch_for_each_of_them():
-    *_, (steps, loaded, *_) = run_ranks(train, 2, "plain", 40)
+    *_, (steps, loaded, *_) = run_forked(train, 2, "plain", 40)
     assert [counts for _, counts in steps[: LAST + 2]] == [True] * FIRST + [False] * MISSED + [True]
     assert len(loaded) == 20
 
@@ -147,7 +147,7 @@ def accumulate(rank):
 
 
 def test_all_batches_of_a_step_that_was_missed_come_again():
-    (others, _), (own, loaded) = run_ranks(accumulate, 2)
+    (others, _), (own, loaded) = run_forked(accumulate, 2)
     pairs = [[2 * number, 2 * number + 1] for number in range(8)]
     assert others == pairs
     assert own == [pairs[place] for place in (0, 1, 2, 2, 2, 2, 3, 4)]
@@ -179,4 +179,4 @@ def steps_twice(rank):
 
 
 def test_batch_whose_second_step_is_in_time_does_not_come_again():
-    assert run_ranks(steps_twice, 2) == [list(range(6))] * 2
+    assert run_forked(steps_twice, 2) == [list(range(6))] * 2

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import run_command, run_ranks, staged
+from ranks import run_command, run_forked, staged
 from repository import ROOT
 from training import TINY, features, mlp
 
@@ -111,7 +111,7 @@ def train_steps(rank):
 
 
 def test_trace_with_a_gap_is_read_and_the_report_names_what_it_lacks(tmp_path):
-    (reports,) = run_ranks(train_steps, 1)
+    (reports,) = run_forked(train_steps, 1)
     path = tmp_path / "trace.jsonl"
     with TraceWriter(path) as trace:
         for report in reports:
@@ -124,7 +124,7 @@ def test_trace_with_a_gap_is_read_and_the_report_names_what_it_lacks(tmp_path):
 
 
 def test_line_that_was_cut_in_the_middle_of_a_trace_is_left_out(tmp_path):
-    (reports,) = run_ranks(train_steps, 1)
+    (reports,) = run_forked(train_steps, 1)
     path = tmp_path / "trace.jsonl"
     lines = [json.dumps(report.as_dict()) + "\n" for report in reports]
     lines[3] = lines[3][:40] + "?\n"
@@ -136,7 +136,7 @@ def test_line_that_was_cut_in_the_middle_of_a_trace_is_left_out(tmp_path):
 
 @pytest.mark.parametrize("left", [b'{"step": 4, "sec', b"\0" * 100, b"\0" * 100 + b"\n", b""])
 def test_trace_goes_on_before_whatever_a_power_failure_left_at_its_end(tmp_path, left):
-    (reports,) = run_ranks(train_steps, 1)
+    (reports,) = run_forked(train_steps, 1)
     path = tmp_path / "trace.jsonl"
     with TraceWriter(path) as trace:
         for report in reports[:4]:
@@ -150,7 +150,7 @@ def test_trace_goes_on_before_whatever_a_power_failure_left_at_its_end(tmp_path,
 
 def test_trace_that_goes_on_is_never_without_its_earlier_steps(tmp_path):
     """It is cut where the run goes on, not written again: a death in between would lose all of it."""
-    (reports,) = run_ranks(train_steps, 1)
+    (reports,) = run_forked(train_steps, 1)
     path = Path(tmp_path / "trace.jsonl")
     with TraceWriter(path) as trace:
         for report in reports:

@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from ranks import run_ranks, staged
+from ranks import run_forked, staged
 from training import features, mlp
 
 from straggle import Elastic
@@ -43,7 +43,7 @@ def train(rank, options, measures):
     ids=["as it is", "links", "members", "members without links"],
 )
 def test_links_are_measured_beside_members_or_if_it_is_asked_for(options, measures):
-    found = run_ranks(train, 2, options, measures)
+    found = run_forked(train, 2, options, measures)
     assert found == [([2, 2], True) if measures else ([1, 1], False)] * 2
 
 
@@ -62,7 +62,7 @@ def ports_of_a_model(_rank):
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux' /proc/net")
 def test_model_has_a_port_for_each_of_its_two_groups_and_no_other():
-    assert run_ranks(ports_of_a_model, 2) == [2, 2]
+    assert run_forked(ports_of_a_model, 2) == [2, 2]
 
 
 def test_integrations_take_the_word_too():

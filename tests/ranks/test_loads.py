@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ranks import run_ranks, staged
+from ranks import run_forked, staged
 from torch.utils.data import DataLoader
 from training import features, mlp
 
@@ -39,4 +39,4 @@ def loads(_rank, name):
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_each_batch_of_a_loader_counts_as_loading(name):
-    assert run_ranks(loads, 1, name) == [(STEPS, STEPS)]
+    assert run_forked(loads, 1, name) == [(STEPS, STEPS)]

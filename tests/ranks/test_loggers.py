@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
-from ranks import run_ranks, staged
+from ranks import run_forked, staged
 from training import Stopper, features, mlp
 
 from straggle.observe.scalars import StepScalars, log_scalars
@@ -35,7 +35,7 @@ def test_loggers_get_means_since_the_last_time(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    first, second = run_ranks(logged, 2, str(tmp_path))
+    first, second = run_forked(logged, 2, str(tmp_path))
     assert [step for step, _ in first] == [2, 5]
     for (_, own), (_, theirs) in zip(first, second, strict=True):
         own, theirs = (  # seconds are each rank's own
@@ -81,7 +81,7 @@ def with_wandb(rank, folder):
 @pytest.mark.slow
 def test_wandb_has_the_numbers_though_it_counts_steps_by_itself(tmp_path):
     pytest.importorskip("wandb")
-    summary, _ = run_ranks(with_wandb, 2, str(tmp_path), timeout_s=200)
+    summary, _ = run_forked(with_wandb, 2, str(tmp_path), timeout_s=200)
     assert (summary["step"], summary["loss"], summary["straggle/late_ranks"]) == (5, 4, 0)
 
 
@@ -102,7 +102,7 @@ def with_mlflow(rank, folder):
 @pytest.mark.slow
 def test_mlflow_has_the_numbers(tmp_path):
     pytest.importorskip("mlflow")
-    (losses, names), _ = run_ranks(with_mlflow, 2, str(tmp_path), timeout_s=200)
+    (losses, names), _ = run_forked(with_mlflow, 2, str(tmp_path), timeout_s=200)
     assert losses == [(2, 1), (5, 4)]
     assert {"straggle/late_ranks", "straggle/waited_s"} <= set(names)
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ranks import run_ranks, staged
+from ranks import run_forked, staged
 from training import Stopper, features, mlp
 
 from straggle import BalancedByTime, LateHandling
@@ -21,7 +21,7 @@ def plans_by_time(rank):
 
 
 def test_all_ranks_balance_alike_by_rank_0s_times():
-    first, second = run_ranks(plans_by_time, 2)
+    first, second = run_forked(plans_by_time, 2)
     assert first == second
     assert all(len(plan) == 3 for plan in first)
     assert first[0] == first[1] == first[2]
@@ -41,9 +41,9 @@ def whole_microbatches(rank, granularity):
 
 
 def test_microbatch_granularity_finishes_the_running_microbatch_and_drops_the_rest():
-    assert run_ranks(whole_microbatches, 2, "microbatch")[0] == pytest.approx([2 / 3] * 3)
+    assert run_forked(whole_microbatches, 2, "microbatch")[0] == pytest.approx([2 / 3] * 3)
 
 
 def test_stage_granularity_keeps_the_finished_layers_of_the_running_microbatch():
-    shares = run_ranks(whole_microbatches, 2, "stage")[0]
+    shares = run_forked(whole_microbatches, 2, "stage")[0]
     assert [round(3 * share) for share in shares] == [2, 1, 1]

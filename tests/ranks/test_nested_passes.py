@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 import torch
-from ranks import run_ranks, staged
+from ranks import run_forked, staged
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import Stopper, features, grads
@@ -271,7 +271,7 @@ def distance(own, others):
 @pytest.mark.parametrize("kind", MODELS)
 def test_pass_that_begins_passes_has_the_gradients_of_plain_backward(kind):
     names = set(PROGRAMS) - {"gradients_by_hand_within"} if kind == "reentrant" else PROGRAMS  # torch refuses it
-    for ends in run_ranks(train, WORLD, list(names), MODELS[kind], 1):
+    for ends in run_forked(train, WORLD, list(names), MODELS[kind], 1):
         for name, (worst, reach) in ends.items():
             assert (name, reach) == (name, 1.0)
             assert worst < 1e-6, name
@@ -279,7 +279,7 @@ def test_pass_that_begins_passes_has_the_gradients_of_plain_backward(kind):
 
 def test_passes_that_begin_passes_are_counted_as_the_loop_counts_them():
     names = [name for name in PROGRAMS if name != "growing"]
-    for ends in run_ranks(train, WORLD, names, None, 2):
+    for ends in run_forked(train, WORLD, names, None, 2):
         for name, (worst, reach) in ends.items():
             assert (name, reach) == (name, 1.0)
             assert worst < 1e-6, name
@@ -332,7 +332,7 @@ def mean(*shares):
 
 def test_passes_without_anything_between_them_are_told_apart_and_a_part_of_one_counts_as_nothing():
     every = [halves(rank, part) for rank in range(WORLD) for part in range(2)]
-    for (both, cause, reach), (without, failed_cause, failed_reach) in run_ranks(back_to_back, WORLD):
+    for (both, cause, reach), (without, failed_cause, failed_reach) in run_forked(back_to_back, WORLD):
         assert (cause, reach) == (None, 1.0)
         assert distance(both, [None if own is None else 2 * own for own in mean(*every)]) < 1e-6
         assert failed_cause == "error"
@@ -373,7 +373,9 @@ def all_cuts(rank):
 
 
 def test_pass_that_is_cut_in_one_that_it_has_begun_counts_as_nothing_and_the_next_is_whole():
-    cuts = [(name, own) for results in run_ranks(all_cuts, WORLD) for (name, _), own in zip(CUTS, results, strict=True)]
+    cuts = [
+        (name, own) for results in run_forked(all_cuts, WORLD) for (name, _), own in zip(CUTS, results, strict=True)
+    ]
     for name, (late, following) in cuts:
         run = PROGRAMS[name]
         assert late[1:3] == (True, "backward")
@@ -389,7 +391,7 @@ def test_pass_that_is_cut_in_one_that_it_has_begun_counts_as_nothing_and_the_nex
 
 def test_passes_of_before_the_cut_count():
     run = PROGRAMS["hook_on_loss"]
-    for late, following in run_ranks(cut, WORLD, "hook_on_loss", CHUNKS * 4 + 5, 2):
+    for late, following in run_forked(cut, WORLD, "hook_on_loss", CHUNKS * 4 + 5, 2):
         assert late[1:3] == (True, "backward")
         share = mean(alone(run, 0, 2, 0), alone(run, 0, 2, 1), alone(run, 1, 2, 0))
         assert distance(late[0], [None if own is None else 2 * own for own in share]) < 1e-6
@@ -411,7 +413,7 @@ def test_kept_gradients_are_added_to_those_of_a_pass_that_begins_passes():
     for step in range(2):
         for rank in range(WORLD):
             hook_on_loss(oracle, batch(rank, step))
-    for own in run_ranks(kept, WORLD):
+    for own in run_forked(kept, WORLD):
         assert distance(own, [None if one is None else one / WORLD for one in grads(oracle)]) < 1e-6
 
 
@@ -435,6 +437,6 @@ def step_in_a_hook(rank):
 
 def test_step_of_one_model_within_the_pass_of_another_is_a_step():
     expected = mean(*(alone(lambda model, x: contrastive(model(x)).backward(), rank, 1, 0) for rank in range(WORLD)))
-    for inner, outer in run_ranks(step_in_a_hook, WORLD):
+    for inner, outer in run_forked(step_in_a_hook, WORLD):
         assert distance(inner, expected) < 1e-6
         assert distance(outer, expected) < 1e-6

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from ranks import digest, run_ranks, staged
+from ranks import digest, run_forked, staged
 from torch.utils.data import DataLoader, TensorDataset
 from training import Signals, features, mlp
 
@@ -96,7 +96,7 @@ def leave(rank, gone, number):
     ("gone", "number"), [((2,), signal.SIGTERM), ((0,), signal.SIGTERM), ((3,), signal.SIGUSR1)], ids=str
 )
 def test_rank_that_is_told_to_end_leaves_after_a_step_and_the_others_go_on(gone, number):
-    check_left(run_ranks(leave, 4, gone, number), gone)
+    check_left(run_forked(leave, 4, gone, number), gone)
 
 
 def leave_two(rank):
@@ -104,7 +104,7 @@ def leave_two(rank):
 
 
 def test_two_that_are_told_at_once_leave_if_the_others_are_enough():
-    check_left(run_ranks(leave_two, 4), (1, 3))
+    check_left(run_forked(leave_two, 4), (1, 3))
 
 
 def check_ended_together(outcomes):
@@ -118,7 +118,7 @@ def end_as_too_few_are_left(rank):
 
 
 def test_all_end_after_the_same_step_if_too_few_would_be_left():
-    outcomes = run_ranks(end_as_too_few_are_left, 2)
+    outcomes = run_forked(end_as_too_few_are_left, 2)
     check_ended_together(outcomes)
     assert 4 <= outcomes[0].step < MOST - 1
 
@@ -133,7 +133,7 @@ def end_as_all_are_told(rank):
 
 
 def test_all_end_after_the_same_step_if_the_launcher_tells_all_of_them_whoever_hears_it_first():
-    check_ended_together(run_ranks(end_as_all_are_told, 3))
+    check_ended_together(run_forked(end_as_all_are_told, 3))
 
 
 def told_one_after_the_other(rank):
@@ -145,7 +145,7 @@ def told_one_after_the_other(rank):
 
 
 def test_of_ranks_that_are_told_one_after_the_other_those_that_cannot_be_spared_end_together():
-    first, *others = run_ranks(told_one_after_the_other, 3)
+    first, *others = run_forked(told_one_after_the_other, 3)
     assert first.peers_go_on
     assert first.step < 64
     assert {own.step > first.step + MORE - 1 for own in others} == {True}
@@ -170,7 +170,7 @@ def leave_while_stuck(rank):
 
 
 def test_rank_whose_step_does_not_end_leaves_all_the_same():
-    outcomes = run_ranks(leave_while_stuck, 3)
+    outcomes = run_forked(leave_while_stuck, 3)
     assert outcomes[0].left_kinds == outcomes[1].left_kinds == {2: "notice"}
     assert [own.peers_go_on for own in outcomes] == [False, False, True]
     assert outcomes[0].parameters == outcomes[1].parameters
@@ -185,7 +185,7 @@ def leave_for_a_file(rank, path):
 
 
 def test_file_that_appears_is_a_signal(tmp_path):
-    check_left(run_ranks(leave_for_a_file, 3, tmp_path / "notice"), (1,))
+    check_left(run_forked(leave_for_a_file, 3, tmp_path / "notice"), (1,))
 
 
 def seen_samples(rank, dealt):
@@ -215,7 +215,7 @@ def seen_samples(rank, dealt):
 
 @pytest.mark.parametrize("dealt", [False, True], ids=["Epochs", "DealtLoader"])
 def test_samples_of_a_rank_that_leaves_go_to_the_others_each_exactly_once(dealt):
-    (first, gone, last), went_on = zip(*run_ranks(seen_samples, 3, dealt), strict=True)
+    (first, gone, last), went_on = zip(*run_forked(seen_samples, 3, dealt), strict=True)
     assert went_on == (False, True, False)
     assert sorted(sample for seen in (first, gone, last) for own in seen for sample in own) == list(range(600))
     assert 4 < len(gone) < 50 - 1

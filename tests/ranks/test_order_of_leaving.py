@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks, staged
+from ranks import run_forked, staged
 from training import Signals, features, mlp
 
 from straggle import Deadline, LateHandling, NextDeadline, PeerFailed
@@ -44,12 +44,12 @@ def reports(rank, deadline):
 
 
 def test_a_report_is_made_before_the_next_deadline_is_decided():
-    for of_rank in run_ranks(reports, 2, Descending()):
+    for of_rank in run_forked(reports, 2, Descending()):
         assert [(step, deadline_s) for step, deadline_s, _ in of_rank[1:]] == [(1, 90.0), (2, 89.0), (3, 88.0)]
 
 
 def test_a_report_is_made_before_the_next_step_begins_to_count():
-    for of_rank in run_ranks(reports, 2, None):
+    for of_rank in run_forked(reports, 2, None):
         assert all(seconds > 0 for _, _, seconds in of_rank)
 
 
@@ -64,7 +64,7 @@ def policy_that_fails(rank):
 
 
 def test_the_peers_are_told_of_an_error_of_the_policy_before_it_ends_the_rank():
-    of_rank_0, of_rank_1 = run_ranks(policy_that_fails, 2, timeout_s=30.0)
+    of_rank_0, of_rank_1 = run_forked(policy_that_fails, 2, timeout_s=30.0)
     assert "rank 1, step 2: ArithmeticError('this policy cannot go on')" in of_rank_0
     assert of_rank_1 == "this policy cannot go on"
 
@@ -88,7 +88,7 @@ def state_in_a_hook(rank):
 
 
 def test_the_step_is_over_before_its_hooks_are_called():
-    for (step, report_step, decision_step, lag, is_left, gradient), merged in run_ranks(state_in_a_hook, 2):
+    for (step, report_step, decision_step, lag, is_left, gradient), merged in run_forked(state_in_a_hook, 2):
         assert (step, report_step, decision_step, lag, is_left) == (2, 2, 2, 0, True)
         assert torch.equal(gradient, merged)
 
@@ -114,7 +114,7 @@ def hook_that_raises(rank):
 
 def test_the_stages_are_planned_before_a_hook_can_raise():
     # otherwise its peer waits for the stages of a rank that has gone on
-    assert run_ranks(hook_that_raises, 2, timeout_s=30.0) == [3, 3]
+    assert run_forked(hook_that_raises, 2, timeout_s=30.0) == [3, 3]
 
 
 def submitted_and_waits(rank):
@@ -136,4 +136,4 @@ def submitted_and_waits(rank):
 
 
 def test_submit_hooks_are_called_after_the_submission_and_before_the_wait():
-    assert run_ranks(submitted_and_waits, 2, timeout_s=30.0) == [[(0, None), (1, 0)]] * 2
+    assert run_forked(submitted_and_waits, 2, timeout_s=30.0) == [[(0, None), (1, 0)]] * 2

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ranks import digest, logged, run_ranks, staged
+from ranks import digest, logged, run_forked, staged
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import Chain, Stopper, features, mlp
@@ -59,7 +59,7 @@ def whole_towers():
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_rank_that_stops_while_a_checkpoint_computes_again_has_no_gradient_of_that_part(use_reentrant):
-    for gradients, part in run_ranks(recompute, 2, use_reentrant, "stage"):
+    for gradients, part in run_forked(recompute, 2, use_reentrant, "stage"):
         assert gradients == whole_towers()  # both ranks have the same data, and the merge is the mean of who has it
         assert part.late
         assert part.cause == "backward"
@@ -68,7 +68,7 @@ def test_rank_that_stops_while_a_checkpoint_computes_again_has_no_gradient_of_th
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_whole_microbatch_is_not_stopped_while_a_checkpoint_computes_again(use_reentrant):
-    for gradients, part in run_ranks(recompute, 2, use_reentrant, "microbatch"):
+    for gradients, part in run_forked(recompute, 2, use_reentrant, "microbatch"):
         assert gradients == whole_towers()
         assert part.reach == 1.0
 
@@ -106,7 +106,7 @@ def test_shared_weights_under_checkpoints_get_their_whole_gradient(num_microbatc
     for part in range(num_microbatches):
         module(features(0, part)).backward()
     expected = digest(p.grad for p in module.parameters())
-    assert run_ranks(share_weights, 1, use_reentrant, num_microbatches) == [(expected, 1.0)]
+    assert run_forked(share_weights, 1, use_reentrant, num_microbatches) == [(expected, 1.0)]
 
 
 def heads(rank, stop_before):
@@ -130,7 +130,7 @@ def heads(rank, stop_before):
 
 @pytest.mark.parametrize("stop_before", [1, 2])
 def test_head_of_a_loss_that_a_rank_did_not_come_to_has_the_mean_over_those_that_did(stop_before):
-    for gradients, weights, late in run_ranks(heads, 2, stop_before):
+    for gradients, weights, late in run_forked(heads, 2, stop_before):
         assert late == (1,)
         assert {name: gradients[name] for name in "012"} == {"0": 1.0, "1": 1.0, "2": 1.0}
         assert {name: weights[name] for name in "012"} == {str(head): 1.0 + (head < stop_before) for head in range(3)}
@@ -162,7 +162,7 @@ def left_early(rank, how, num_steps=4):
 
 @pytest.mark.parametrize("how", ["before", "after"])
 def test_optimizer_step_that_one_rank_skipped_is_said_in_the_next_step(how):
-    results = run_ranks(left_early, 3, how)
+    results = run_forked(left_early, 3, how)
     assert results[0][0] == results[2][0] != results[1][0]
     for rank, (_, reports, messages) in enumerate(results):
         assert [report.different_ranks for report in reports if report] == [
@@ -179,7 +179,7 @@ def test_optimizer_step_that_one_rank_skipped_is_said_in_the_next_step(how):
 
 
 def test_block_that_is_left_without_a_backward_pass_is_counted_as_that():
-    _, reports, _ = run_ranks(left_early, 3, "before")[0]
+    _, reports, _ = run_forked(left_early, 3, "before")[0]
     part = reports[1].ranks[1]
     assert (part.late, part.cause, part.reach) == (False, "skipped", 0.0)
     assert reports[1].stages[0].weight == 2.0
@@ -201,7 +201,7 @@ def stop_after_all(rank):
 
 
 def test_rank_with_all_its_gradients_is_not_stopped():
-    assert run_ranks(stop_after_all, 2) == [(True, False)] * 2
+    assert run_forked(stop_after_all, 2) == [(True, False)] * 2
 
 
 def look_again(rank):
@@ -218,7 +218,7 @@ def look_again(rank):
 
 
 def test_block_that_is_cut_after_its_last_gradient_is_counted_as_late():
-    assert run_ranks(look_again, 2) == [(True, "forward", 1.0)] * 2
+    assert run_forked(look_again, 2) == [(True, "forward", 1.0)] * 2
 
 
 class Normed(nn.Module):
@@ -244,7 +244,7 @@ def two_losses(rank):
 
 
 def test_statistics_of_one_forward_pass_with_two_losses_are_merged():
-    assert run_ranks(two_losses, 2) == [(1, 1.0)] * 2
+    assert run_forked(two_losses, 2) == [(1, 1.0)] * 2
 
 
 def stop_in_shared_weights(_rank, number):
@@ -265,7 +265,7 @@ def test_a_part_of_a_shared_weights_gradient_never_counts_under_reentrant_checkp
     module = Shared(False)
     module(features(0, 0)).backward()
     whole = digest(p.grad for p in module.parameters())
-    ((own, shared),) = run_ranks(stop_in_shared_weights, 1, number)
+    ((own, shared),) = run_forked(stop_in_shared_weights, 1, number)
     if number == 0:  # that weights are shared is known after one pass, which is not stopped
         assert own == whole
     else:

@@ -8,8 +8,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from members import run_job
-from ranks import digest, logged, run_ranks, staged
+from members import run_forked_job
+from ranks import digest, logged, run_forked, staged
 from training import Signals, features, mlp
 
 from straggle import Elastic, LateHandling
@@ -62,7 +62,7 @@ def work_alone_until_named(rank, how, limit_s):
     ],
 )
 def test_rank_that_works_outside_of_a_step_is_waited_for_beyond_give_up_s_and_named(how, limit_s, words):
-    (_, of_rank_0), (lines, of_rank_1) = run_ranks(work_alone_until_named, 2, how, limit_s)
+    (_, of_rank_0), (lines, of_rank_1) = run_forked(work_alone_until_named, 2, how, limit_s)
     assert (of_rank_0, of_rank_1) == (3, 3)
     assert len(lines) == 1
     assert "waiting for ranks [0]; " in lines[0]
@@ -84,7 +84,7 @@ def work_alone_until_given_up(rank):
 
 
 def test_rank_outside_of_a_step_is_given_up_after_the_time_limit_of_the_group_and_the_error_says_so():
-    _, end = run_ranks(work_alone_until_given_up, 2, outcomes=True)
+    _, end = run_forked(work_alone_until_given_up, 2, outcomes=True)
     assert end.kind == "PeerFailed"
     assert "no answer from ranks [0]" in end.message
     assert end.message.endswith(
@@ -106,7 +106,7 @@ def stand_in_a_step(rank):
 
 
 def test_rank_that_stands_still_in_a_step_is_given_up_after_give_up_s_and_the_error_says_so():
-    _, end = run_ranks(stand_in_a_step, 2, outcomes=True)
+    _, end = run_forked(stand_in_a_step, 2, outcomes=True)
     assert end.kind == "PeerFailed"
     assert end.message.endswith("rank 0 is in a step: given up after give_up_s=1 (LateHandling)")
 
@@ -135,7 +135,7 @@ def pause_for_long(rank, board, group_s):
 
 @pytest.mark.slow
 def test_member_in_a_pause_is_named_as_that_and_waited_for_longer_than_gloo_waits():
-    with run_job(2, pause_for_long, 3.0) as job:
+    with run_forked_job(2, pause_for_long, 3.0) as job:
         job.walk(8)
         outcomes = job.finish()
         log = job.log()
@@ -178,7 +178,7 @@ def come_while_the_only_member_is_away(rank, board, away, group_s):
     ],
 )
 def test_newcomer_waits_for_a_member_as_long_as_others_would_and_says_which_limit_is_over(away, limit):
-    with run_job(2, come_while_the_only_member_is_away, away, 4.0) as job:
+    with run_forked_job(2, come_while_the_only_member_is_away, away, 4.0) as job:
         job.walk(3)
         (job.folder / "away").touch()
         job.kill(1)

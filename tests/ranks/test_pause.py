@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from ranks import run_ranks, staged
+from ranks import run_forked, staged
 from training import Chain, Signals
 
 pytestmark = pytest.mark.light
@@ -36,12 +36,12 @@ def times(rank, pause):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_pause_belongs_to_no_step(world_size):
-    for seconds, between_s in run_ranks(times, world_size, True):
+    for seconds, between_s in run_forked(times, world_size, True):
         assert max(seconds, between_s) < PAUSE_S / 2
 
 
 def test_time_between_two_steps_counts_otherwise():
-    for seconds, _ in run_ranks(times, 1, False):
+    for seconds, _ in run_forked(times, 1, False):
         assert seconds >= PAUSE_S
 
 
@@ -54,7 +54,7 @@ def pause_inside(rank):
 
 
 def test_pause_inside_of_a_step_is_refused():
-    assert run_ranks(pause_inside, 1) == [True]
+    assert run_forked(pause_inside, 1) == [True]
 
 
 def evaluated_on_rank_zero(rank):
@@ -79,7 +79,7 @@ def evaluated_on_rank_zero(rank):
 
 
 def test_all_ranks_wait_for_the_one_that_evaluates_at_the_end_of_a_pause_that_is_a_block():
-    for alone, late, seconds in run_ranks(evaluated_on_rank_zero, 3):
+    for alone, late, seconds in run_forked(evaluated_on_rank_zero, 3):
         assert not alone
         assert late == ()
         assert seconds < PAUSE_S / 2

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks, staged
+from ranks import run_forked, staged
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
@@ -137,7 +137,7 @@ def with_steps(rank, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("job", [watched, with_steps])
 def test_each_place_in_which_a_loop_is_slow_is_named(job, tmp_path):
-    run_ranks(job, 3, tmp_path)
+    run_forked(job, 3, tmp_path)
     for place, (phase, _) in PLACES.items():
         (found,) = find_slow_ranks(read_timings(tmp_path / place)).ranks
         assert (found.rank, found.named[0]) == (1, phase), (place, found)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ranks import digest, run_ranks, staged
+from ranks import digest, run_forked, staged
 from training import features, mlp
 
 from straggle import (
@@ -30,7 +30,7 @@ def until_two_have_finished(rank):
 
 
 def test_rank_is_late_once_the_first_k_have_finished_whatever_the_quorum():
-    results = run_ranks(until_two_have_finished, 3)
+    results = run_forked(until_two_have_finished, 3)
     assert len(set(map(str, results))) == 1
     late, _ = results[0]
     assert late[2:4] == [(2,), (2,)]
@@ -43,7 +43,7 @@ def too_many(rank):
 
 
 def test_more_than_all_ranks_cannot_be_the_first():
-    assert run_ranks(too_many, 2, outcomes=True)[0].message == "quorum=3: there are only 2 ranks"
+    assert run_forked(too_many, 2, outcomes=True)[0].message == "quorum=3: there are only 2 ranks"
 
 
 def in_shadow(rank, deadline):
@@ -61,7 +61,7 @@ def in_shadow(rank, deadline):
 
 
 def test_in_the_shadow_of_a_deadline_training_is_as_without_one():
-    shadow, waiting = run_ranks(in_shadow, 2, Shadow(FixedDeadline(1e-9))), run_ranks(in_shadow, 2, None)
+    shadow, waiting = run_forked(in_shadow, 2, Shadow(FixedDeadline(1e-9))), run_forked(in_shadow, 2, None)
     assert shadow == waiting
     assert shadow[0][2] == [()] * 6
 
@@ -79,7 +79,7 @@ def see(rank, num_microbatches, granularity):
 @pytest.mark.parametrize("num_microbatches", [1, 3])
 @pytest.mark.parametrize("granularity", ["stage", "microbatch"])
 def test_ranks_see_the_same_progress_of_all(num_microbatches, granularity):
-    first, second = run_ranks(see, 2, num_microbatches, granularity)
+    first, second = run_forked(see, 2, num_microbatches, granularity)
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name].nan_to_num(-1), second[name].nan_to_num(-1)) for name in first)
     progress = History.from_tensors(first).progress

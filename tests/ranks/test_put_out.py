@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from members import Board, run_job
+from members import Board, run_forked_job
 from ranks import digest, staged
 from training import features, mlp
 
@@ -96,7 +96,7 @@ def train(rank, board: Board, impaired: Impaired, found_by=None):
 @pytest.mark.parametrize("share", [0.5, 0.05])
 def test_rank_with_a_slow_link_is_put_out_and_let_in_again_when_it_is_back(share):
     slow = 0  # which has led the others until then
-    with run_job(NUM_RANKS, train, Impaired(slow, share)) as job:
+    with run_forked_job(NUM_RANKS, train, Impaired(slow, share)) as job:
         results = [job.result(rank) for rank in range(NUM_RANKS)]
         log = job.log()
     assert len({own[0] for own in results}) == 1, log
@@ -116,7 +116,7 @@ def test_rank_with_a_slow_link_is_put_out_and_let_in_again_when_it_is_back(share
 def test_rank_is_put_out_in_the_middle_of_a_merge_that_is_long_because_of_its_link(slow):
     never_between_steps = Impaired(slow, found=False)
     found_by = 1 - min(slow, 1)  # the lowest of those that are left
-    with run_job(NUM_RANKS, train, never_between_steps, found_by) as job:
+    with run_forked_job(NUM_RANKS, train, never_between_steps, found_by) as job:
         results = [job.result(rank) for rank in range(NUM_RANKS)]
         log = job.log()
     assert len({own[0] for own in results}) == 1, log

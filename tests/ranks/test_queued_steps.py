@@ -10,7 +10,7 @@ import pytest
 import torch
 from host_reads import HostReads
 from queued_device import RecordingDevice, queued_device
-from ranks import digest, logged, run_ranks, staged
+from ranks import digest, logged, run_forked, staged
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -88,8 +88,8 @@ def steps(rank, queued, *, module=mlp, fused=False, deadline=None, merge=None, e
 @pytest.mark.parametrize("part", range(6))
 def test_host_reads_nothing_back_and_the_result_is_that_of_the_cpu_bit_for_bit(part):
     ways = tuple(WAYS)[part::6]
-    on_host, _ = run_ranks(steps_by, 2, False, ways)
-    for results in run_ranks(steps_by, 2, True, ways):
+    on_host, _ = run_forked(steps_by, 2, False, ways)
+    for results in run_forked(steps_by, 2, True, ways):
         for way, (reads, waits, state), (_, _, expected) in zip(ways, results, on_host, strict=True):
             assert not any(reads[PLANNED:]), (way, reads)
             assert waits == 0, way
@@ -112,7 +112,7 @@ def joined(rank):
 
 
 def test_host_reads_nothing_back_if_ranks_have_different_numbers_of_batches():
-    (first, waits, parameters), (second, _, others) = run_ranks(joined, 2)
+    (first, waits, parameters), (second, _, others) = run_forked(joined, 2)
     assert len(first) == len(second) == 7
     assert not any(first + second)
     assert (waits, parameters) == (0, others)
@@ -151,21 +151,21 @@ def counted(reports):
 
 
 def test_bad_numbers_of_one_rank_are_left_out_and_counted_in_the_next_report():
-    for reports, _, merged in run_ranks(poisoned, 3, [[], [1], []]):
+    for reports, _, merged in run_forked(poisoned, 3, [[], [1], []]):
         assert counted(reports)[3:5] == [([0, 0, 0], False, 2), ([0, 4, 0], False, 3)]
         for layer, gradient in enumerate(merged):  # all four are in one bucket
             assert torch.equal(gradient, torch.full((2 + layer,), (layer + 1) * (1.0 + 3.0) / 2))
 
 
 def test_counts_come_when_the_device_is_there_however_far_the_host_is_ahead():
-    for reports, _, _ in run_ranks(poisoned, 2, [[2], []], False, 5, 9, 1):
+    for reports, _, _ in run_forked(poisoned, 2, [[2], []], False, 5, 9, 1):
         assert sum(sum(rank.nonfinite for rank in report.ranks) for report in reports) == 4
         assert max(report.counts_behind for report in reports) > 1
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
 def test_step_without_usable_gradients_changes_nothing_if_the_optimizer_can_be_told(fused):
-    for reports, states, merged in run_ranks(poisoned, 2, [[0], [3]], fused):
+    for reports, states, merged in run_forked(poisoned, 2, [[0], [3]], fused):
         assert not any(gradient.any() for gradient in merged)
         assert (states[3] == states[2]) is fused
         assert len(set(states)) == (5 if fused else 6)
@@ -180,7 +180,7 @@ def warned(rank):
 
 
 def test_warning_of_such_a_step_says_that_its_gradients_were_zeros():
-    first, _ = run_ranks(warned, 2)
+    first, _ = run_forked(warned, 2)
     assert "step 3: gradients of ranks [0, 1] were not finite" in first[0]
     assert "the merged gradients were zeros: only a fused optimizer changes nothing then" in first[0]
 
@@ -197,7 +197,7 @@ def logs(rank, behind):
 
 
 def test_scalars_on_the_device_come_as_means_in_the_next_report_and_others_at_once():
-    for found in run_ranks(logs, 2, 0):
+    for found in run_forked(logs, 2, 0):
         assert [own["on_host"] for own in found] == list(range(6))
         assert [own.get("on_device") for own in found] == [None, 0.5, 10.5, 20.5, 30.5, 40.5]
 
@@ -215,7 +215,7 @@ def many_logs(rank):
 
 
 def test_scalars_for_which_a_row_has_no_room_wait_for_the_next_one():
-    for found in run_ranks(many_logs, 2):
+    for found in run_forked(many_logs, 2):
         assert [sum(name.startswith("host") for name in own) for own in found] == [0, 7, 5, 3]
         assert [sum(name.startswith("device") for name in own) for own in found] == [0, 1, 3, 4]
         assert all(value == 5.0 for own in found for name, value in own.items() if name.startswith("device"))
@@ -238,7 +238,7 @@ def logs_odd_ones(rank):
 
 
 def test_scalar_is_what_it_was_when_it_was_logged_and_the_last_of_its_name():
-    for found in run_ranks(logs_odd_ones, 2):
+    for found in run_forked(logs_odd_ones, 2):
         assert [own["twice"] for own in found] == [0.0, 1.0, 2.0, 3.0]
         assert [own.get("running") for own in found] == [None, 1.0, 102.0, 203.0]
         assert [own.get("count") for own in found] == [None, 0.0, 1.0, 2.0]
@@ -262,7 +262,7 @@ def logs_of_a_mesh(rank, placement):
 
 @pytest.mark.parametrize("placement", [Replicate(), Partial("avg")], ids=str)
 def test_scalar_of_a_mesh_is_that_of_all_its_ranks(placement):
-    assert run_ranks(logs_of_a_mesh, 2, placement) == [[{}, {"loss": 2.5}]] * 2
+    assert run_forked(logs_of_a_mesh, 2, placement) == [[{}, {"loss": 2.5}]] * 2
 
 
 def skips(rank):
@@ -281,7 +281,7 @@ def skips(rank):
 
 
 def test_skipped_step_is_in_one_report_though_ranks_hear_of_it_in_different_ones():
-    for reports in run_ranks(skips, 2):
+    for reports in run_forked(skips, 2):
         assert [skipped for skipped, _ in reports].count(True) == 1
         assert [nonfinite for _, nonfinite in reports].count(4) == 1
 
@@ -308,7 +308,7 @@ def fails_to_step(rank):
 
 
 def test_optimizer_whose_step_failed_is_told_nothing_of_that_one_in_the_next():
-    assert run_ranks(fails_to_step, 1) == [[1.0, 0.0]]
+    assert run_forked(fails_to_step, 1) == [[1.0, 0.0]]
 
 
 def bad_at_the_end(rank):
@@ -323,7 +323,7 @@ def bad_at_the_end(rank):
 
 
 def test_bad_numbers_of_the_last_step_are_named_when_the_model_is_closed():
-    first, second = run_ranks(bad_at_the_end, 2)
+    first, second = run_forked(bad_at_the_end, 2)
     assert first == []
     assert "rank 1, since step 2: 6 gradients were not finite and left out" in second[0]
 
@@ -355,7 +355,7 @@ def by_chances(rank):
 
 
 def test_replicas_are_the_same_bit_for_bit_after_any_lateness_and_bad_numbers():
-    first, *others = run_ranks(by_chances, 3)
+    first, *others = run_forked(by_chances, 3)
     for seed, (digests, is_finite) in enumerate(first):
         assert all(own[seed][0] == digests for own in others), seed
         assert is_finite, seed

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from ranks import digest, run_ranks, staged
+from ranks import digest, run_forked, staged
 from torch import nn
 from training import Stopper, features, grads, mlp
 
@@ -36,7 +36,7 @@ def merged_by_shares(rank, shares):
 
 @pytest.mark.parametrize("shares", [(24,), (20, 4), (1, 17, 6), (6, 6, 6, 6)])
 def test_merged_gradient_is_that_of_one_process_on_all_samples(shares):
-    results = run_ranks(merged_by_shares, len(shares), shares)
+    results = run_forked(merged_by_shares, len(shares), shares)
     assert all(all(close) for close, _ in results)
     assert len({gradients for _, gradients in results}) == 1
 
@@ -53,7 +53,7 @@ def with_and_without_shares(rank):
 
 
 def test_report_says_from_when_on_work_is_dealt_out():
-    assert run_ranks(with_and_without_shares, 2) == [[False, True]] * 2
+    assert run_forked(with_and_without_shares, 2) == [[False, True]] * 2
 
 
 def merged_by_microbatches(rank, shares):
@@ -74,7 +74,7 @@ def merged_by_microbatches(rank, shares):
 
 @pytest.mark.parametrize("shares", [(5, 1), (2, 4, 1)])
 def test_micro_batches_can_be_shifted_instead(shares):
-    assert all(map(all, run_ranks(merged_by_microbatches, len(shares), shares)))
+    assert all(map(all, run_forked(merged_by_microbatches, len(shares), shares)))
 
 
 def truncated(rank):
@@ -100,7 +100,7 @@ def truncated(rank):
 
 
 def test_late_rank_counts_by_the_samples_that_it_has():
-    for same, weight in run_ranks(truncated, 3):
+    for same, weight in run_forked(truncated, 3):
         assert all(same)
         assert weight == 4.0
 
@@ -121,7 +121,7 @@ def without_weight(rank, caplog_level):
 
 
 def test_who_forgets_the_weight_is_warned_once():
-    warnings = run_ranks(without_weight, 2, logging.WARNING)
+    warnings = run_forked(without_weight, 2, logging.WARNING)
     assert len(warnings[0]) == 1
 
 
@@ -193,7 +193,7 @@ def with_a_slow_rank(rank, deadline):
 @pytest.mark.slow
 @pytest.mark.parametrize("deadline", [None, QuantileDeadline(0.5, 1.2)])
 def test_real_rank_that_becomes_slow_gets_less_and_more_again_once_it_recovers(deadline):
-    results = run_ranks(with_a_slow_rank, 4, deadline, timeout_s=200)
+    results = run_forked(with_a_slow_rank, 4, deadline, timeout_s=200)
     assert len({repr(seen) for seen, _, _ in results}) == 1
     assert len({parameters for _, _, parameters in results}) == 1
     before, slow, after = results[0][0]
@@ -218,4 +218,4 @@ def saved_and_loaded(rank, directory):
 
 
 def test_checkpoint_has_the_shares(tmp_path):
-    assert run_ranks(saved_and_loaded, 2, tmp_path) == [((20, 4), [(0, (12, 12)), (3, (20, 4))])] * 2
+    assert run_forked(saved_and_loaded, 2, tmp_path) == [((20, 4), [(0, (12, 12)), (3, (20, 4))])] * 2

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ranks import run_ranks, staged
+from ranks import run_forked, staged
 from torch import nn
 from training import mlp
 
@@ -64,7 +64,7 @@ def step_after(_rank, change, num_before):
 @pytest.mark.parametrize("num_before", [0, 2])
 @pytest.mark.parametrize("change", [append, weight_norm, remove, unfreeze], ids=lambda change: change.__name__)
 def test_other_parameters_are_refused_by_name_where_stages_cannot_be_planned_again(change, num_before):
-    for rank, raised in enumerate(run_ranks(step_after, 2, change, num_before, outcomes=True)):
+    for rank, raised in enumerate(run_forked(step_after, 2, change, num_before, outcomes=True)):
         assert raised.kind == "RuntimeError"
         assert raised.message.startswith(f"rank {rank}, step {num_before}: parameters are not those that were wrapped")
         assert CHANGES.get(change, "(unfrozen: 0.weight)") in raised.message
@@ -83,7 +83,7 @@ def swap_an_activation(_rank):
 
 
 def test_module_without_parameters_may_be_replaced():
-    assert run_ranks(swap_an_activation, 2) == [2, 2]
+    assert run_forked(swap_an_activation, 2) == [2, 2]
 
 
 def freeze_after_wrapping(rank):
@@ -99,7 +99,7 @@ def freeze_after_wrapping(rank):
 
 
 def test_layer_that_is_frozen_after_wrapping_has_no_gradient_and_the_others_are_merged():
-    for gradients, stages, late in run_ranks(freeze_after_wrapping, 2):
+    for gradients, stages, late in run_forked(freeze_after_wrapping, 2):
         assert gradients == [False, False, True, True, True, True]
         assert stages == [("4", 2.0), ("2", 2.0), ("0", 2.0)]
         assert late == ()

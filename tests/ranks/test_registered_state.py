@@ -8,7 +8,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from members import run_job
+from members import run_forked_job
 from ranks import digest, staged
 from torch import nn
 from torch.optim import lr_scheduler
@@ -208,7 +208,7 @@ def train(rank, board, fault):
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["killed", "frozen", "stuck"])
 def test_rank_that_is_back_has_the_state_of_all_that_is_alike_and_its_own_place_in_its_data(fault):
-    with run_job(3, train, fault) as job:
+    with run_forked_job(3, train, fault) as job:
         job.walk(15 if fault != "frozen" else 10)
         if fault == "killed":
             time.sleep(1.0)  # the others have launched their merges of step 15

@@ -7,9 +7,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from members import run_job
+from members import run_forked_job
 from queued_device import queued_device
-from ranks import digest, run_ranks, staged
+from ranks import digest, run_forked, staged
 from torch import nn
 from training import Signals, features, mlp
 
@@ -90,8 +90,8 @@ def train(rank, folder, replay, estimator, late_handling, members=None, queued=F
     ],
 )
 def test_replayed_run_equals_the_recorded_one_bit_for_bit(tmp_path, estimator, late_handling, world_size):
-    first = run_ranks(train, world_size, tmp_path, False, estimator, late_handling)
-    again = run_ranks(train, world_size, tmp_path, True, estimator, late_handling)
+    first = run_forked(train, world_size, tmp_path, False, estimator, late_handling)
+    again = run_forked(train, world_size, tmp_path, True, estimator, late_handling)
     assert first[0][2] + first[0][3] > 0  # some rank was late, or this shows nothing
     for (state, computed, _, _), (state_again, computed_again, _, _) in zip(first, again, strict=True):
         assert state == state_again
@@ -104,15 +104,15 @@ def test_replayed_run_equals_the_recorded_one_bit_for_bit(tmp_path, estimator, l
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_run_with_bad_numbers_on_a_queued_device_is_replayed_bit_for_bit(tmp_path, num_ranks):
-    first = run_ranks(train, num_ranks, tmp_path, False, Abstain(), PARTLY, None, True)
-    again = run_ranks(train, num_ranks, tmp_path, True, Abstain(), PARTLY, None, True)
+    first = run_forked(train, num_ranks, tmp_path, False, Abstain(), PARTLY, None, True)
+    again = run_forked(train, num_ranks, tmp_path, True, Abstain(), PARTLY, None, True)
     assert [state for state, *_ in first] == [state for state, *_ in again]
     assert num_ranks == 1 or first[0][2] + first[0][3] > 0  # some rank was late, or this shows less
 
 
 def test_run_in_which_no_rank_left_is_replayed_without_members(tmp_path):
-    first = run_ranks(train, 3, tmp_path, False, LastOwn(0.5), LateHandling(grace_s=0.005), Elastic(suspect_s=30.0))
-    again = run_ranks(train, 3, tmp_path, True, LastOwn(0.5), LateHandling(grace_s=0.005))
+    first = run_forked(train, 3, tmp_path, False, LastOwn(0.5), LateHandling(grace_s=0.005), Elastic(suspect_s=30.0))
+    again = run_forked(train, 3, tmp_path, True, LastOwn(0.5), LateHandling(grace_s=0.005))
     assert first[0][2] + first[0][3] > 0  # some rank was late, or this shows nothing
     assert [state for state, *_ in first] == [state for state, *_ in again]
 
@@ -124,9 +124,9 @@ def refuse_changed_members(_rank, num_decisions):
 
 
 def test_steps_in_which_members_had_changed_are_refused_in_a_replay_and_those_before_are_not():
-    assert run_ranks(refuse_changed_members, 1, 2) == [None]
+    assert run_forked(refuse_changed_members, 1, 2) == [None]
     with pytest.raises(AssertionError, match="the members of the recorded run changed in step 2 "):
-        run_ranks(refuse_changed_members, 1, 3)
+        run_forked(refuse_changed_members, 1, 3)
 
 
 def record_with_members(rank, board, folder):
@@ -150,7 +150,7 @@ def record_with_members(rank, board, folder):
 
 
 def test_recording_tells_the_step_in_which_a_rank_was_killed(tmp_path):
-    with run_job(3, record_with_members, tmp_path) as job:
+    with run_forked_job(3, record_with_members, tmp_path) as job:
         job.walk(5)
         job.kill(2)
         job.walk(5, [0, 1])
@@ -189,12 +189,12 @@ def run_out_of_data_while_stuck(rank, folder, replay):
 
 
 def test_rank_that_was_stood_in_for_before_it_had_no_data_has_data_in_the_replay_too(tmp_path):
-    first = run_ranks(run_out_of_data_while_stuck, 2, tmp_path, False)
+    first = run_forked(run_out_of_data_while_stuck, 2, tmp_path, False)
     assert first[0] == first[1]
     no_data = first[0][0]
     assert no_data[2:5] == [(False, False)] * 3  # it had not entered these
     assert no_data[-1][1]
-    assert run_ranks(run_out_of_data_while_stuck, 2, tmp_path, True) == first
+    assert run_forked(run_out_of_data_while_stuck, 2, tmp_path, True) == first
 
 
 def test_recording_that_does_not_begin_at_step_0_is_refused(tmp_path):
@@ -235,4 +235,4 @@ def take_as_recorded(_rank):
 
 
 def test_gradients_that_came_too_late_in_the_recorded_run_are_not_merged_in_its_replay():
-    assert run_ranks(take_as_recorded, 1) == [[((1.0, 1.0), 2), ((1.0, 0.0), 1), ((0.0, 0.0), 0)]]
+    assert run_forked(take_as_recorded, 1) == [[((1.0, 1.0), 2), ((1.0, 0.0), 1), ((0.0, 0.0), 0)]]

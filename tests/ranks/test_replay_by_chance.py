@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from by_chance import JOBS, draw_hits, made_to_be_hit, run_with_hits
-from ranks import digest, run_ranks
+from ranks import digest, run_forked
 from recorded import Noisy
 from scales import at_random
 from torch import nn
@@ -200,7 +200,7 @@ def test_job_drawn_by_chance_is_repeated_bit_for_bit(tmp_path, number):
     plan = draw(number)
     outcomes = run_with_hits(number, plan, record, tmp_path)
     end = 1 + max(max(states) for states, _, _ in outcomes)
-    again = run_ranks(repeat, plan.world_size, tmp_path, plan, end)
+    again = run_forked(repeat, plan.world_size, tmp_path, plan, end)
     for rank, (outcome, replayed) in enumerate(zip(outcomes, again, strict=True)):
         for which in (0, 2):  # states and losses
             differ = [step for step in range(end) if outcome[which][step] != replayed[which][step]]

@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from members import Board, run_job
-from ranks import Raised, run_ranks
+from members import Board, run_forked_job
+from ranks import Raised, run_forked
 from replicas import SHARDS, end, kill_in_forward, ranks_of, rest, sharded, start_again, train
 from sharding import Blocks, batch, mesh_of, shard
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,7 +30,7 @@ MISSED_S = 20.0  # longer than that after another rank of its replica was missed
 def test_replica_of_a_killed_rank_leaves_and_comes_back_with_the_others_state(
     deadline: straggle.Deadline | None,
 ) -> None:
-    with run_job(6, train, deadline, served=True, replica_size=SHARDS) as job:
+    with run_forked_job(6, train, deadline, served=True, replica_size=SHARDS) as job:
         job.walk(10)
         kill_in_forward(job, 3)
         job.walk(10, ranks_of(0, 2))
@@ -50,7 +50,7 @@ def test_replica_of_a_killed_rank_leaves_and_comes_back_with_the_others_state(
 
 @pytest.mark.slow
 def test_two_ranks_of_different_replicas_are_killed_at_once() -> None:
-    with run_job(6, train, served=True, replica_size=SHARDS) as job:
+    with run_forked_job(6, train, served=True, replica_size=SHARDS) as job:
         job.walk(10)
         job.kill(1, 4)
         job.walk(10, ranks_of(1))
@@ -61,7 +61,7 @@ def test_two_ranks_of_different_replicas_are_killed_at_once() -> None:
 
 @pytest.mark.slow
 def test_rank_that_is_killed_while_its_replica_is_healed_takes_it_out_again() -> None:
-    with run_job(6, train, served=True, replica_size=SHARDS) as job:
+    with run_forked_job(6, train, served=True, replica_size=SHARDS) as job:
         job.walk(10)
         job.kill(5)
         job.walk(5, ranks_of(0, 1))
@@ -76,7 +76,7 @@ def test_rank_that_is_killed_while_its_replica_is_healed_takes_it_out_again() ->
 
 @pytest.mark.slow
 def test_stopped_rank_takes_its_replica_out_and_no_process_of_it_stays() -> None:
-    with run_job(6, train, served=True, replica_size=SHARDS) as job:
+    with run_forked_job(6, train, served=True, replica_size=SHARDS) as job:
         job.walk(10)
         job.stop(0)
         job.walk(10, ranks_of(1, 2))
@@ -97,7 +97,7 @@ def test_stopped_rank_takes_its_replica_out_and_no_process_of_it_stays() -> None
 
 @pytest.mark.slow
 def test_replica_comes_back_to_a_store_that_was_started_again() -> None:
-    with run_job(6, train, served=True, replica_size=SHARDS) as job:
+    with run_forked_job(6, train, served=True, replica_size=SHARDS) as job:
         job.walk(10)
         job.kill_store()
         log = job.folder / "log5.0"
@@ -118,7 +118,7 @@ def test_replica_comes_back_to_a_store_that_was_started_again() -> None:
 
 @pytest.mark.slow
 def test_job_ends_with_fewer_replicas_than_it_may_have() -> None:
-    with run_job(4, train, None, None, served=True, replica_size=SHARDS) as job:
+    with run_forked_job(4, train, None, None, served=True, replica_size=SHARDS) as job:
         job.walk(10)
         job.kill(3)
         for rank in ranks_of(0):
@@ -141,7 +141,7 @@ def _train_and_save(rank: int, board: Board) -> str:
 @pytest.mark.slow
 def test_ranks_whose_replica_is_whole_have_time_for_their_own_work_when_the_job_ends() -> None:
     """They evaluate when the job ends, and catch its error to save a checkpoint."""
-    with run_job(4, _train_and_save, served=True, replica_size=SHARDS) as job:
+    with run_forked_job(4, _train_and_save, served=True, replica_size=SHARDS) as job:
         job.walk(10)
         for rank in ranks_of(0):
             rest(job.board, rank).touch()
@@ -165,7 +165,7 @@ def _train_and_plot(rank: int, board: Board) -> dict[str, object]:
 @pytest.mark.parametrize("ends", [True, False], ids=["process ends", "process goes on"])
 def test_rank_of_a_replica_may_work_for_long_after_the_loop_when_the_others_have_ended(ends: bool) -> None:
     environment = {"STRAGGLE_ELASTIC": "1"}  # an agent, which the test is, reports who has ended
-    with run_job(4, _train_and_plot, environment=environment, served=True, replica_size=SHARDS) as job:
+    with run_forked_job(4, _train_and_plot, environment=environment, served=True, replica_size=SHARDS) as job:
         job.walk(10)
         job.board.end = job.furthest + 20
         job.result(3)
@@ -205,7 +205,7 @@ def _train_or_raise(rank: int, board: Board) -> dict[str, object]:
 
 @pytest.mark.slow
 def test_replica_leaves_with_the_error_of_one_of_its_ranks() -> None:
-    with run_job(4, _train_or_raise, served=True, replica_size=SHARDS) as job:
+    with run_forked_job(4, _train_or_raise, served=True, replica_size=SHARDS) as job:
         job.walk(20, ranks_of(0))
         for rank in ranks_of(1):
             job.wait(lambda r=rank: job.ended(r) is not None or not job.process(r).is_alive(), f"rank {rank} ends")
@@ -235,7 +235,7 @@ def _train_with_doubles(rank: int, board: Board) -> int:
 
 @pytest.mark.slow
 def test_replica_that_cannot_be_given_the_state_of_the_optimizer_hears_it_and_no_member_ends() -> None:
-    with run_job(4, _train_with_doubles, served=True, replica_size=SHARDS) as job:
+    with run_forked_job(4, _train_with_doubles, served=True, replica_size=SHARDS) as job:
         job.walk(6)
         job.kill(3)
         job.walk(6, ranks_of(0))
@@ -259,7 +259,7 @@ def _wrap_over(rank: int, _board: Board, ranks: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("ranks", [[[0, 2], [1, 3]], [[0, 1, 2], [3]]], ids=["not in a row", "not equally many"])
 def test_replicas_of_other_ranks_are_refused(ranks: list[list[int]]) -> None:
-    with run_job(4, _wrap_over, ranks) as job:
+    with run_forked_job(4, _wrap_over, ranks) as job:
         raised = job.result(0)
         assert isinstance(raised, Raised)
         assert f"is sharded over ranks {ranks[0]} of 4" in raised.message
@@ -279,7 +279,7 @@ def _mesh_without(_rank: int) -> list[str]:
 
 def test_mesh_of_a_replica_says_what_it_needs() -> None:
     """The example under `straggle launch` does as they say."""
-    ((launcher, group),) = run_ranks(_mesh_without, 1)
+    ((launcher, group),) = run_forked(_mesh_without, 1)
     assert "start the script by `straggle launch --nproc-per-node N --replica-size S`" in launcher
     assert "leave init_process_group() out" in group
 
@@ -303,4 +303,4 @@ def _other_shards(_rank: int) -> str:
 
 
 def test_state_is_given_as_shards_and_what_is_sharded_as_no_parameter_is_refused() -> None:
-    assert "shard it as a parameter, or keep it out of what you register" in run_ranks(_other_shards, 1)[0]
+    assert "shard it as a parameter, or keep it out of what you register" in run_forked(_other_shards, 1)[0]

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from ranks import run_ranks, staged
+from ranks import run_forked, staged
 from training import Signals, features, mlp
 
 from straggle import FixedDeadline, LateHandling, Merge
@@ -33,7 +33,7 @@ def drift(rank, at_step, num_steps, check_every):
 
 
 def test_parameter_changed_by_hand_is_found_on_all_ranks_and_rank_0_warns():
-    results = run_ranks(drift, 3, 4, 8, 3)
+    results = run_forked(drift, 3, 4, 8, 3)
     expected = [None, None, None, (), None, None, (1,), None]
     assert [reports for reports, _ in results] == [expected] * 3
     assert [len(warnings) for _, warnings in results] == [1, 0, 0]
@@ -41,7 +41,7 @@ def test_parameter_changed_by_hand_is_found_on_all_ranks_and_rank_0_warns():
 
 
 def test_replicas_are_not_compared_where_that_is_off():
-    for reports, warnings in run_ranks(drift, 2, 1, 4, 0):
+    for reports, warnings in run_forked(drift, 2, 1, 4, 0):
         assert reports == [None] * 4
         assert warnings == []
 
@@ -82,7 +82,7 @@ def fall_behind(rank, place):
 
 @pytest.mark.parametrize("place", ["data", "forward"])
 def test_rank_that_is_behind_does_not_count_as_different(place):
-    results = run_ranks(fall_behind, 3, place)
+    results = run_forked(fall_behind, 3, place)
     assert {tuple(reports) for reports in results} == {tuple(results[0])}
     assert [different for different, _ in results[0]] == [None] + [()] * 9
     assert all(stood_in for _, stood_in in results[0][3:7])

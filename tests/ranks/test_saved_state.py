@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from ranks import digest, run_ranks, staged
+from ranks import digest, run_forked, staged
 from torch import nn
 from training import Stopper, features, mlp
 
@@ -49,7 +49,7 @@ def go_on(rank, make_estimator):
 
 @pytest.mark.parametrize("make_estimator", [LastOwn, MovingAverage])
 def test_run_goes_on_from_the_state_as_if_it_had_not_stopped(make_estimator):
-    for first, again in run_ranks(go_on, 2, make_estimator):
+    for first, again in run_forked(go_on, 2, make_estimator):
         assert first == again
 
 
@@ -61,7 +61,7 @@ def state_of_a_run(rank):
 
 
 def test_state_is_flat_and_has_nothing_but_tensors_numbers_and_strings():
-    (state,) = run_ranks(state_of_a_run, 1)
+    (state,) = run_forked(state_of_a_run, 1)
     plain = {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
     names = [name for name, _ in mlp(depth=4).named_parameters()]
     numel = sum(parameter.numel() for parameter in mlp(depth=4).parameters())
@@ -101,7 +101,7 @@ def load_other(rank, kind):
     ],
 )
 def test_state_of_something_else_is_refused_with_both_values(kind, words):
-    (end,) = run_ranks(load_other, 1, kind, outcomes=True)
+    (end,) = run_forked(load_other, 1, kind, outcomes=True)
     assert end.kind == "ValueError"
     assert words in end.message
 
@@ -122,8 +122,8 @@ def load_of_two(_rank, state):
 
 
 def test_state_of_another_number_of_ranks_brings_the_history_of_those_that_there_are():
-    states = run_ranks(state_of_two, 2)
-    ((kept, num_steps, compute_s),) = run_ranks(load_of_two, 1, states[1])
+    states = run_forked(state_of_two, 2)
+    ((kept, num_steps, compute_s),) = run_forked(load_of_two, 1, states[1])
     assert (kept, num_steps) == (0, 2)  # the estimator begins again
     assert compute_s == states[0]["history.compute_s"][:, :1].tolist()
 

@@ -3,7 +3,7 @@
 from itertools import count
 
 import pytest
-from ranks import run_ranks, staged
+from ranks import run_forked, staged
 from training import Chain
 
 from straggle.merge.rows.telemetry import ScalarNames, name_hash
@@ -36,7 +36,7 @@ def test_scalar_of_some_ranks_has_its_name_on_all_of_them(world_size):
         [],
         [("seen", 30.0 + last)],
     ]
-    results = run_ranks(log_alone, world_size, who)
+    results = run_forked(log_alone, world_size, who)
     assert [[sorted(scalars) for scalars in reports] for reports in results] == [expected] * world_size
     assert all(reports == results[0] for reports in results)  # in the same order, too
 
@@ -51,7 +51,7 @@ def colliding():
 
 def test_names_that_cannot_be_told_apart_are_refused_on_all_ranks():
     first, second = colliding()
-    ends = run_ranks(log_alone, 2, {(0, 0): [first], (1, 1): [second]}, outcomes=True, timeout_s=WITHIN_S)
+    ends = run_forked(log_alone, 2, {(0, 0): [first], (1, 1): [second]}, outcomes=True, timeout_s=WITHIN_S)
     words = f"scalars '{first}' and '{second}' have the same hash by chance: give one of them another name"
     assert (ends[1].kind, ends[1].message) == ("ValueError", words)
     assert ends[0].kind == "PeerFailed"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 
-from ranks import digest, run_ranks, staged
+from ranks import digest, run_forked, staged
 from training import features, grads, mlp
 
 from straggle import FixedDeadline, Shadow
@@ -24,8 +24,8 @@ def train(rank, policy):
 
 def test_under_shadow_nobody_is_late_but_would_have_been():
     """Of two ranks one finishes first, and a deadline of a nanosecond is over by then."""
-    ends = run_ranks(train, 2, Shadow(FixedDeadline(1e-9)))
-    plain = run_ranks(train, 2, None)
+    ends = run_forked(train, 2, Shadow(FixedDeadline(1e-9)))
+    plain = run_forked(train, 2, None)
     assert [gradients for gradients, _ in ends] == [gradients for gradients, _ in plain]
     for _, reports in ends:
         assert [report.late_ranks for report in reports] == [()] * 4
@@ -39,5 +39,5 @@ def test_under_shadow_nobody_is_late_but_would_have_been():
 
 
 def test_shadow_of_a_trace_reads_back():
-    report = run_ranks(train, 2, Shadow(FixedDeadline(1e-9)))[0][1][-1]
+    report = run_forked(train, 2, Shadow(FixedDeadline(1e-9)))[0][1][-1]
     assert step_report(json.loads(json.dumps(report.as_dict()))).shadow == report.shadow

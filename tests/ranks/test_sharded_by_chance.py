@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import digest, run_ranks, staged
+from ranks import digest, run_forked, staged
 from sharding import mesh_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -457,7 +457,7 @@ def all_cases(rank: int, numbers: tuple[int, ...]) -> dict[int, tuple[list[str],
 
 
 def check(numbers: tuple[int, ...]) -> None:
-    by_rank = run_ranks(all_cases, 4, numbers, timeout_s=60.0 + 20.0 * len(numbers))
+    by_rank = run_forked(all_cases, 4, numbers, timeout_s=60.0 + 20.0 * len(numbers))
     for number in numbers:
         for rank in range(4):
             wrong, hashes = by_rank[rank][number]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Raised, run_ranks, staged
+from ranks import Raised, run_forked, staged
 from sharding import Blocks, batch, mesh_of, shard, sum_only
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -234,14 +234,14 @@ def all_followed(rank: int, names: Sequence[str], when: Sequence[bool]) -> dict[
 
 
 def test_gradients_that_fsdp_sums_are_summed_over_replicas_too_also_by_weight() -> None:
-    for found in run_ranks(all_followed, RANKS, ["a sum, by weight"], [True]):
+    for found in run_forked(all_followed, RANKS, ["a sum, by weight"], [True]):
         assert max(found.values()) < 1e-5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(6))
 def test_settings_of_fsdp_give_what_its_own_replicas_have_before_and_after_wrapping(part: int) -> None:
-    for found in run_ranks(all_followed, RANKS, sorted(FOLLOWED)[part::6], [False, True]):
+    for found in run_forked(all_followed, RANKS, sorted(FOLLOWED)[part::6], [False, True]):
         assert {name: gap for name, gap in found.items() if gap > 1e-5} == {}
 
 
@@ -268,7 +268,7 @@ def hooked_later(rank: int, inside: bool) -> None:
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_hook_on_the_sum_over_replicas_that_is_set_later_is_refused(inside: bool) -> None:
-    for end in run_ranks(hooked_later, RANKS, inside, outcomes=True):
+    for end in run_forked(hooked_later, RANKS, inside, outcomes=True):
         assert isinstance(end, Raised)
         assert end.kind == "ValueError"
         assert "set_all_reduce_hook(...): FSDP would call it with the gradients of one replica" in end.message
@@ -294,7 +294,7 @@ def instead(rank: int) -> list[float]:
 
 
 def test_what_is_said_instead_of_refused_settings_gives_the_gradients() -> None:
-    assert max(max(gaps) for gaps in run_ranks(instead, RANKS)) < 1e-5
+    assert max(max(gaps) for gaps in run_forked(instead, RANKS)) < 1e-5
 
 
 def test_table_of_settings_has_each_that_this_torch_has() -> None:

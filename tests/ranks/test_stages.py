@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ranks import run_ranks, staged
+from ranks import run_forked, staged
 from torch import nn
 
 
@@ -33,6 +33,6 @@ def learn(rank, num_microbatches):
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_plan_follows_rank_zeros_order_after_the_first_step_on_every_rank(num_microbatches):
-    for first, second in run_ranks(learn, 3, num_microbatches):
+    for first, second in run_forked(learn, 3, num_microbatches):
         assert first == ["c", "b", "a"]
         assert second == ["b", "a", "c"]

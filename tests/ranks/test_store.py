@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch.distributed as dist
-from ranks import digest, run_ranks, staged
+from ranks import digest, run_forked, staged
 from stores import Stuck, network, store_server
 from torch.distributed import TCPStore
 from training import features, mlp
@@ -226,7 +226,7 @@ def train(rank, server, at_step, num_steps, deadline_s, fault, slow_s=0.0):
 @pytest.mark.parametrize("fault", ["freeze", "kill"])
 def test_ranks_train_on_without_the_store_and_every_report_says_so(fault):
     with store_server() as server:
-        results = run_ranks(train, 3, server, 5, 40, 0.001, fault)
+        results = run_forked(train, 3, server, 5, 40, 0.001, fault)
     assert len({parameters for parameters, _, _ in results}) == 1
     for _, reports, reachable in results:
         assert [report.step for report in reports] == list(range(40))
@@ -243,7 +243,7 @@ def wrap_over_frozen_store(rank, server):
 
 def test_model_is_not_wrapped_over_a_store_that_does_not_answer():
     with store_server() as server:
-        (end,) = run_ranks(wrap_over_frozen_store, 1, server, outcomes=True)
+        (end,) = run_forked(wrap_over_frozen_store, 1, server, outcomes=True)
         assert end.kind == "StoreUnreachable"
         assert f"the job's store at 127.0.0.1:{server.port} does not answer" in end.message
 
@@ -267,7 +267,7 @@ def train_while_it_stands_still(rank, server):
 @pytest.mark.slow
 def test_no_step_waits_for_a_store_that_stands_still():
     with store_server() as server:
-        for seconds, without_store in run_ranks(train_while_it_stands_still, 3, server):
+        for seconds, without_store in run_forked(train_while_it_stands_still, 3, server):
             assert max(seconds) < 5.0  # who waits for the store does so for give_up_s=300
             assert without_store == (0, 1, 2)
 
@@ -275,7 +275,7 @@ def test_no_step_waits_for_a_store_that_stands_still():
 @pytest.mark.slow
 def test_slow_rank_is_late_again_when_the_store_is_back():
     with store_server() as server:
-        results = run_ranks(lose_and_find, 3, server)
+        results = run_forked(lose_and_find, 3, server)
     for reports in results:
         before, without, after = (
             [report for report in reports if report.scalars["phase"] == phase] for phase in range(3)
@@ -339,7 +339,7 @@ def hang_without_the_store(rank, server, fault):
 @pytest.mark.parametrize("fault", ["freeze", "kill"])
 def test_peers_give_up_in_time_and_say_where_the_store_is_that_does_not_answer(fault):
     with store_server() as server:
-        ends = run_ranks(hang_without_the_store, 3, server, fault, outcomes=True, timeout_s=GIVE_UP_S + 10)
+        ends = run_forked(hang_without_the_store, 3, server, fault, outcomes=True, timeout_s=GIVE_UP_S + 10)
         for seconds, words in ends[:2]:
             assert seconds < GIVE_UP_S + 2
             assert "step 5, stage" in words

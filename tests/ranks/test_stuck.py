@@ -15,7 +15,7 @@ import urllib.request
 import pytest
 import torch.distributed as dist
 import torch.distributed.debug as debug
-from ranks import logged, run_ranks, staged
+from ranks import logged, run_forked, staged
 from repository import ROOT
 from torch._C._distributed_c10d import _WorkerServer
 from torch.utils.data import DataLoader, Dataset
@@ -66,7 +66,7 @@ class Hangs(Dataset):
 
 
 def in_loader():
-    mp.current_process().daemon = False  # python lets no process of run_ranks have workers
+    mp.current_process().daemon = False  # python lets no process of run_forked have workers
     next(iter(DataLoader(Hangs(), num_workers=1, multiprocessing_context="fork")))  # in_loader
 
 
@@ -91,7 +91,7 @@ def train(rank, hang, steps=6, deadline=None, inside=False, of_rank=1, late_hand
 
 @pytest.mark.parametrize("hang", [in_sleep, in_lock, in_c_call, in_loader])
 def test_a_rank_that_hangs_between_two_steps_names_its_line_and_who_waits(hang):
-    (of_peer, no_reports, last), (lines, reports, _) = run_ranks(train, 2, hang)
+    (of_peer, no_reports, last), (lines, reports, _) = run_forked(train, 2, hang)
     assert (of_peer, no_reports, last) == ([], [], 5)
     (line,) = lines
     assert line.startswith("rank 1 has been before step 3 for ")
@@ -124,13 +124,13 @@ def hang_and_go_on_unseen(rank):
 
 
 def test_a_hang_is_over_though_its_rank_has_stopped_in_a_later_step_since():
-    _, reports = run_ranks(hang_and_go_on_unseen, 2)
+    _, reports = run_forked(hang_and_go_on_unseen, 2)
     assert reports[:2] == [(3, False), (3, True)]
 
 
 @pytest.mark.parametrize("hang", [with_the_gil, stopped])
 def test_a_rank_that_cannot_speak_is_named_by_one_that_waits(hang):
-    (lines, reports, _), (own_lines, _, last), (others, none, _) = run_ranks(train, 3, hang)
+    (lines, reports, _), (own_lines, _, last), (others, none, _) = run_forked(train, 3, hang)
     line, to_the_agent = lines
     assert line.startswith("ranks 0, 2 have waited for rank 1 in step 3 for ")
     assert to_the_agent.startswith("rank 0 has waited for it for ")
@@ -147,7 +147,7 @@ def test_a_rank_that_cannot_speak_is_named_by_one_that_waits(hang):
 
 
 def test_a_rank_that_is_stood_in_for_names_its_line_and_how_far_the_others_are():
-    (of_peer, _, last), (lines, reports, _), _ = run_ranks(train, 3, in_sleep, 12, 0.1, True)
+    (of_peer, _, last), (lines, reports, _), _ = run_forked(train, 3, in_sleep, 12, 0.1, True)
     assert (of_peer, last) == ([], 11)
     (line,) = lines
     assert line.startswith("rank 1 has been in step 3 for ")
@@ -164,7 +164,7 @@ def calls_barrier():
 
 
 def test_a_collective_of_the_loop_that_one_rank_skips_names_that_rank_and_the_line_of_the_others():
-    (lines, reports, last), (skips, no_reports, _), (others, _, _) = run_ranks(
+    (lines, reports, last), (skips, no_reports, _), (others, _, _) = run_forked(
         train, 3, calls_barrier, 6, None, False, None
     )
     assert (skips, no_reports, others, last) == ([], [], [], 5)
@@ -191,7 +191,7 @@ def train_another(rank):
 
 
 def test_a_model_that_rests_while_another_one_trains_waits_for_nobody():
-    assert run_ranks(train_another, 2) == [[], []]
+    assert run_forked(train_another, 2) == [[], []]
 
 
 def evaluates():
@@ -199,12 +199,12 @@ def evaluates():
 
 
 def test_nobody_warns_while_all_ranks_are_at_work_between_two_steps():
-    for lines, reports, _ in run_ranks(train, 2, evaluates, 6, None, False, None):
+    for lines, reports, _ in run_forked(train, 2, evaluates, 6, None, False, None):
         assert (lines, reports) == ([], [])
 
 
 def test_infinite_stuck_after_s_watches_nothing():
-    results = run_ranks(train, 2, in_sleep, 6, None, False, 1, LateHandling(stuck_after_s=math.inf))
+    results = run_forked(train, 2, in_sleep, 6, None, False, 1, LateHandling(stuck_after_s=math.inf))
     assert [(lines, reports) for lines, reports, _ in results] == [([], []), ([], [])]
 
 
@@ -255,7 +255,7 @@ def test_a_process_with_the_handler_of_the_debug_server_ends_as_any_other():
 
 
 def test_metrics_and_the_debug_server_of_torch_say_where_a_rank_is_stuck():
-    (none, _), (((samples, described), (over, _)), closed) = run_ranks(seen_from_outside, 2)
+    (none, _), (((samples, described), (over, _)), closed) = run_forked(seen_from_outside, 2)
     assert none == []
     (sample,) = samples
     assert (sample.name, sample.value, sample.labels["rank"]) == ("straggle_stuck_info", 1.0, "1")

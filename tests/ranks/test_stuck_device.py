@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from queued_device import RecordingDevice, queued_device
-from ranks import Raised, rank_environment, run_ranks, staged
+from ranks import Raised, rank_environment, run_forked, staged
 from repository import ROOT
 from stores import serve_store
 from training import features, mlp
@@ -87,7 +87,7 @@ def wait_in_the_driver(rank, stuck, folder):
 
 @pytest.mark.slow
 def test_peers_of_a_stuck_device_end_with_its_rank_step_and_stage_and_its_own_process_ends(tmp_path):
-    ends = run_ranks(wait_in_the_driver, 3, 1, str(tmp_path), outcomes=True, timeout_s=40)
+    ends = run_forked(wait_in_the_driver, 3, 1, str(tmp_path), outcomes=True, timeout_s=40)
     words = "rank 1, step 1, stage c: its device has not finished these gradients in "
     for rank in (0, 2):
         assert ends[rank].kind == "PeerFailed"
@@ -120,7 +120,7 @@ def train_until_a_device_hangs(rank, stuck, folder):
 
 @pytest.mark.slow
 def test_training_ends_on_all_ranks_with_the_rank_step_and_stage_of_a_stuck_device(tmp_path):
-    ends = run_ranks(train_until_a_device_hangs, 3, 1, str(tmp_path), outcomes=True, timeout_s=40)
+    ends = run_forked(train_until_a_device_hangs, 3, 1, str(tmp_path), outcomes=True, timeout_s=40)
     words = "rank 1, step 3, stage 4, 2, 0: its device has not finished these gradients in "
     assert [ends[rank].kind for rank in (0, 2)] == ["PeerFailed", "PeerFailed"]
     assert f"rank 0, step 3, stage 4, 2, 0, not merged by this rank's device: {words}" in ends[0].message
@@ -136,7 +136,7 @@ def explain_what_hangs_here(rank):
 
 
 def test_rank_that_gives_up_says_first_that_its_own_device_is_stuck():
-    assert run_ranks(explain_what_hangs_here, 1) == ["rows: rank 0: its device hangs"]
+    assert run_forked(explain_what_hangs_here, 1) == ["rows: rank 0: its device hangs"]
 
 
 def leave_rows_that_wait_for_a_peer():
@@ -177,7 +177,7 @@ def abort_while_a_peer_is_awaited(rank):
 
 
 def test_aborted_group_is_no_more_there_to_be_destroyed():
-    assert run_ranks(abort_while_a_peer_is_awaited, 2) == [1, 1]
+    assert run_forked(abort_while_a_peer_is_awaited, 2) == [1, 1]
 
 
 class SlowQueue(RecordingDevice):
@@ -201,7 +201,7 @@ def pause_and_be_slow(rank):
 
 @pytest.mark.slow
 def test_device_that_is_slow_and_a_long_pause_are_no_failure():
-    assert run_ranks(pause_and_be_slow, 2) == [5, 5]
+    assert run_forked(pause_and_be_slow, 2) == [5, 5]
 
 
 @contextlib.contextmanager

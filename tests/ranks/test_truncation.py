@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ranks import run_ranks, staged
+from ranks import run_forked, staged
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import Stopper, Tied, features, grads, mlp
@@ -87,7 +87,7 @@ def cut_everywhere(rank, case, bucket_stages):
 @pytest.mark.parametrize("bucket_stages", [None, 1], ids=["default stages", "one stage"])
 @pytest.mark.parametrize("case", CASES)
 def test_kept_gradients_are_the_full_ones_at_every_cut_and_the_next_step_is_whole(case, bucket_stages):
-    (results,) = run_ranks(cut_everywhere, 1, case, bucket_stages)
+    (results,) = run_forked(cut_everywhere, 1, case, bucket_stages)
     total = results[1][1]
     assert total == len(results) // 2 - 1
     for stop, num_kept, equal, late in results:
@@ -113,7 +113,7 @@ def cut_in_forward(rank):
 
 
 def test_stopped_forward_pass_ends_before_the_next_stage():
-    assert run_ranks(cut_in_forward, 1) == [(["0", "1"], [None] * 6, "forward", 0.0)]
+    assert run_forked(cut_in_forward, 1) == [(["0", "1"], [None] * 6, "forward", 0.0)]
 
 
 def run_body_to_its_end(rank):
@@ -130,4 +130,4 @@ def run_body_to_its_end(rank):
 
 
 def test_stop_after_the_work_is_done_makes_nobody_late_now_or_later():
-    assert run_ranks(run_body_to_its_end, 1) == [((), ())]
+    assert run_forked(run_body_to_its_end, 1) == [((), ())]

@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from ranks import run_ranks, staged
+from ranks import run_forked, staged
 from repository import ROOT
 from stores import store_server
 from training import Signals, features, mlp
@@ -64,7 +64,7 @@ def hang_in_step_3(rank, released_by, give_up_s):
 
 @pytest.mark.slow
 def test_beyond_max_lag_one_peer_logs_once_for_whom_it_waits_and_why():
-    results = run_ranks(hang_in_step_3, 3, "logged", 60.0)
+    results = run_forked(hang_in_step_3, 3, "logged", 60.0)
     assert [step for _, step in results] == [7, 7, 7]
     waiting = [line for lines, _ in results for line in lines if "waiting for" in line]
     assert len(waiting) == 1
@@ -74,7 +74,7 @@ def test_beyond_max_lag_one_peer_logs_once_for_whom_it_waits_and_why():
 
 @pytest.mark.slow
 def test_after_give_up_s_the_error_names_rank_step_and_what_it_was_doing():
-    ends = run_ranks(hang_in_step_3, 3, "given up", 5.0, outcomes=True, timeout_s=40)
+    ends = run_forked(hang_in_step_3, 3, "given up", 5.0, outcomes=True, timeout_s=40)
     for end in ends[:2]:
         assert end.kind == "PeerFailed"
         assert "step 5, stage" in end.message
@@ -103,7 +103,7 @@ def wait_for_it(rank):
 
 
 def test_collective_that_ends_just_when_the_wait_for_it_is_over_did_not_fail():
-    assert run_ranks(wait_for_it, 1) == [0]
+    assert run_forked(wait_for_it, 1) == [0]
 
 
 class NeverEnds:
@@ -147,7 +147,7 @@ def lose_rank_2(rank):
 
 
 def test_rank_whose_own_connections_hold_learns_from_another_that_one_is_gone():
-    assert set(run_ranks(lose_rank_2, 3)) == {"the merge: no answer from ranks [2]"}
+    assert set(run_forked(lose_rank_2, 3)) == {"the merge: no answer from ranks [2]"}
 
 
 def ask_after_rank_0_gave_up(rank, wait_s):
@@ -166,7 +166,7 @@ def ask_after_rank_0_gave_up(rank, wait_s):
 
 @pytest.mark.parametrize("wait_s", [0.0, 30.0])
 def test_who_asks_last_learns_whom_the_first_gave_up_and_why(wait_s):
-    words = run_ranks(ask_after_rank_0_gave_up, 3, wait_s)
+    words = run_forked(ask_after_rank_0_gave_up, 3, wait_s)
     assert set(words) == {"the merge: no answer from ranks [1, 2]; rank 2 has been in forward"}
 
 
@@ -203,7 +203,7 @@ def end_early(rank, how, world_size):
     ],
 )
 def test_rank_that_ends_between_two_steps_tells_its_peers_why(how, words, world_size):
-    *peers, _ = run_ranks(end_early, world_size, how, world_size, outcomes=True)
+    *peers, _ = run_forked(end_early, world_size, how, world_size, outcomes=True)
     for peer in peers:
         assert peer.kind == "PeerFailed"
         assert "step 3, stage" in peer.message
@@ -226,7 +226,7 @@ def end_while_wrapping(rank, when):
     ("when", "what"), [("comparison", "the ranks' models"), ("broadcast", "rank 0's parameter 0.weight")]
 )
 def test_rank_that_ends_while_peers_wrap_the_model_tells_them(when, what):
-    peer, _ = run_ranks(end_while_wrapping, 2, when, outcomes=True)
+    peer, _ = run_forked(end_while_wrapping, 2, when, outcomes=True)
     assert peer.kind == "PeerFailed"
     assert "rank 0, before step 0" in peer.message
     assert what in peer.message
@@ -240,7 +240,7 @@ def wrap_without_rank_1(rank):
 
 
 def test_ranks_that_do_not_come_to_wrap_the_model_are_named():
-    end, _ = run_ranks(wrap_without_rank_1, 2, outcomes=True)
+    end, _ = run_forked(wrap_without_rank_1, 2, outcomes=True)
     assert end.kind == "PeerFailed"
     assert (
         "rank 0, before step 0: ranks [1] have not come; each of ranks [0, 1] has to wrap the model, within 0.6 s, the"
@@ -262,7 +262,7 @@ def wrap_when_peers_have_reported_that_they_wait(rank, members):
 
 @pytest.mark.parametrize("members", [False, True])
 def test_ranks_that_are_long_in_coming_to_wrap_the_model_are_named_once_by_one_rank(members):
-    first, *others = run_ranks(wrap_when_peers_have_reported_that_they_wait, 4, members)
+    first, *others = run_forked(wrap_when_peers_have_reported_that_they_wait, 4, members)
     assert [line for line in first if "waiting" in line] == [
         "rank 0: waiting for ranks [1, 2], which have not wrapped the model yet"
     ]
@@ -286,7 +286,7 @@ def train_to_the_end(rank):
 
 
 def test_rank_that_has_ended_does_not_end_the_steps_that_it_was_in():
-    run_ranks(train_to_the_end, 2)
+    run_forked(train_to_the_end, 2)
 
 
 # -- evidence that peers wait
@@ -308,11 +308,11 @@ def train_and_count(rank, deadline_s, num_steps):
 
 
 def test_nobody_tells_that_it_has_finished_where_nobody_comes_near_the_deadline():
-    assert run_ranks(train_and_count, 3, 60.0, 6) == [[0] * 6] * 3
+    assert run_forked(train_and_count, 3, 60.0, 6) == [[0] * 6] * 3
 
 
 def test_those_that_finished_a_step_tell_so_when_another_is_late():
-    for told in run_ranks(train_and_count, 3, 0.1, 6):
+    for told in run_forked(train_and_count, 3, 0.1, 6):
         assert told[2] >= 1
 
 
@@ -324,7 +324,7 @@ def post_many(rank):
 
 
 def test_counters_of_steps_long_ago_are_removed():
-    assert run_ranks(post_many, 1) == [[0, 0, 1, 1]]
+    assert run_forked(post_many, 1) == [[0, 0, 1, 1]]
 
 
 # -- processes that end

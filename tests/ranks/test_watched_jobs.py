@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from host_reads import HostReads
-from ranks import digest, run_ranks
+from ranks import digest, run_forked
 from sharding import batch, mesh_of, shard, sum_only
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
@@ -249,7 +249,7 @@ def in_each_phase(rank: int, kind: str, folder: Path) -> list[list[Any]]:
 def test_own_work_is_in_its_phase_and_no_waiting_with_it_in_each_kind_of_job(kind: str, tmp_path: Path) -> None:
     _, num_ranks, said = KINDS[kind]
     own = {"data": DATA, "forward": DEPTH * FORWARD, "backward": DEPTH * BACKWARD, "optimizer": STEP}
-    for rank, files in enumerate(run_ranks(in_each_phase, num_ranks, kind, tmp_path)):
+    for rank, files in enumerate(run_forked(in_each_phase, num_ranks, kind, tmp_path)):
         for phase, (head, *lines) in zip(PHASES, files, strict=True):
             assert (head["rank"], head["world_size"], head["job"]) == (rank, num_ranks, said)
             expected = {name: seconds + EXTRA * (name == phase and rank == SLOW) for name, seconds in own.items()}
@@ -271,7 +271,7 @@ def called_again_and_computed_again(rank: int, kind: str, folder: Path) -> list[
 
 @pytest.mark.parametrize("kind", ["loop", "DDP", "FSDP2", "HSDP"])
 def test_blocks_that_are_called_twice_or_computed_again_are_work(kind: str, tmp_path: Path) -> None:
-    for files in run_ranks(called_again_and_computed_again, KINDS[kind][1], kind, tmp_path):
+    for files in run_forked(called_again_and_computed_again, KINDS[kind][1], kind, tmp_path):
         expected = [(FORWARD, BACKWARD + FORWARD), (2 * FORWARD, 2 * BACKWARD)]
         for (_, *lines), (forward_s, backward_s) in zip(files, expected, strict=False):
             for line in lines[2:]:
@@ -280,7 +280,7 @@ def test_blocks_that_are_called_twice_or_computed_again_are_work(kind: str, tmp_
 
 @pytest.mark.parametrize("kind", ["loop", "DDP", "FSDP2", "tensor parallel"])
 def test_loading_between_micro_batches_is_loading(kind: str, tmp_path: Path) -> None:
-    for (_, *lines), _ in run_ranks(train, 2, kind, tmp_path, "", {}, 4, 3):
+    for (_, *lines), _ in run_forked(train, 2, kind, tmp_path, "", {}, 4, 3):
         for line in lines[1:]:
             assert line["data_s"] == 3 * DATA
             assert line["backward_s"] == 3 * DEPTH * BACKWARD
@@ -290,7 +290,7 @@ def test_loading_between_micro_batches_is_loading(kind: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_watched_job_trains_bit_for_bit_as_it_does_alone(kind: str, tmp_path: Path) -> None:
     plain, watched = (
-        [parameters for _, parameters in run_ranks(train, KINDS[kind][1], kind, folder, "", {}, 4)]
+        [parameters for _, parameters in run_forked(train, KINDS[kind][1], kind, folder, "", {}, 4)]
         for folder in (None, tmp_path)
     )
     assert watched == plain
@@ -312,7 +312,7 @@ def over_a_group(rank: int, folder: Path) -> tuple[list[Any], str]:
 
 
 def test_ranks_of_several_groups_have_a_folder_for_each_group(tmp_path: Path) -> None:
-    outcomes = run_ranks(over_a_group, 4, tmp_path)
+    outcomes = run_forked(over_a_group, 4, tmp_path)
     places = [("watch", 0), ("group1/watch", 0), ("watch", 1), ("group1/watch", 1)]
     for number, ((head, *lines), path) in enumerate(outcomes):
         folder, rank = places[number]
@@ -342,7 +342,7 @@ def evaluate(rank: int, folder: Path) -> list[Any]:
 
 
 def test_one_process_is_told_where_its_time_goes(tmp_path: Path) -> None:
-    (lines,) = run_ranks(evaluate, 1, tmp_path)
+    (lines,) = run_forked(evaluate, 1, tmp_path)
     other_s = DEPTH * (FORWARD + BACKWARD)
     for line in lines[2:]:
         after_evaluation = line["step"] % 2 == 0
@@ -370,7 +370,7 @@ def hooks_of(model: nn.Module) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["loop", "FSDP2", "tensor parallel"])
 def test_two_watches_that_are_closed_leave_nothing_behind(kind: str, tmp_path: Path) -> None:
-    assert run_ranks(close, 2, kind, tmp_path) == [(True, [])] * 2
+    assert run_forked(close, 2, kind, tmp_path) == [(True, [])] * 2
 
 
 def read_by_the_host(rank: int, kind: str, folder: Path) -> list[list[str]]:
@@ -392,7 +392,7 @@ def read_by_the_host(rank: int, kind: str, folder: Path) -> list[list[str]]:
 
 @pytest.mark.parametrize("kind", ["loop", "DDP", "FSDP2"])
 def test_the_host_reads_nothing_of_a_device_because_of_a_watch(kind: str, tmp_path: Path) -> None:
-    for without, with_watch in run_ranks(read_by_the_host, 2, kind, tmp_path):
+    for without, with_watch in run_forked(read_by_the_host, 2, kind, tmp_path):
         assert with_watch == without
 
 
@@ -409,11 +409,11 @@ def refused(_rank: int) -> list[str]:
 
 def test_what_cannot_be_watched_is_refused_with_what_to_do(tmp_path: Path) -> None:
     """What these say to give instead is what the other tests watch."""
-    for frozen, old, no_model in run_ranks(refused, 2):
+    for frozen, old, no_model in run_forked(refused, 2):
         assert frozen == "watch(Net): no parameter is trained; give the model that is"
         assert "use fully_shard() instead of FullyShardedDataParallel" in old
         assert no_model == "watch(generator): give the model, which is an nn.Module"
-    assert all(files[0] for files, _ in run_ranks(train, 2, "FSDP2", tmp_path, "", {}, 4))
+    assert all(files[0] for files, _ in run_forked(train, 2, "FSDP2", tmp_path, "", {}, 4))
 
 
 def train_slowly(rank: int, kind: str, folder: Path, phase: str) -> None:
@@ -426,6 +426,6 @@ def train_slowly(rank: int, kind: str, folder: Path, phase: str) -> None:
 def test_a_rank_that_sleeps_is_named_with_its_phase(kind: str, tmp_path: Path) -> None:
     """By real clocks: it sleeps for 0.3 s in each step, and no other rank is held up so long in most of them."""
     for phase in ("data", "forward", "backward"):
-        run_ranks(train_slowly, KINDS[kind][1], kind, tmp_path / phase, phase, timeout_s=120)
+        run_forked(train_slowly, KINDS[kind][1], kind, tmp_path / phase, phase, timeout_s=120)
         one = answer(tmp_path / phase).slowness.ranks[0]
         assert (one.rank, one.named[0]) == (SLOW, phase)

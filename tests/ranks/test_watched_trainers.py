@@ -9,7 +9,7 @@ import pytest
 import torch
 from launched import as_launched
 from loaded import ranks_with
-from ranks import run_ranks
+from ranks import run_forked
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -163,7 +163,7 @@ def alone(_rank, folder):
 
 @pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
 def test_one_process_of_lightning_is_told_where_its_time_goes(tmp_path):
-    run_ranks(alone, 1, tmp_path, timeout_s=240)
+    run_forked(alone, 1, tmp_path, timeout_s=240)
     given = answer(tmp_path)
     assert given.timings.num_steps > STEPS
     assert given.timings.phases["backward"].min() > SLEEP_S

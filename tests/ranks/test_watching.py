@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ranks import digest, run_ranks
+from ranks import digest, run_forked
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import features, grads, mlp
@@ -51,7 +51,7 @@ OPTIONS = [({}, 1), ({}, 3), ({"gradient_as_bucket_view": True}, 3), ({"find_unu
 
 @pytest.mark.parametrize(("options", "microbatches"), [*OPTIONS, ({"static_graph": True}, 1)])
 def test_watched_ddp_trains_bit_for_bit_as_it_does_alone(options, microbatches, tmp_path):
-    plain, watched = (run_ranks(train, 2, tmp_path, who, options, microbatches) for who in ((), (0, 1)))
+    plain, watched = (run_forked(train, 2, tmp_path, who, options, microbatches) for who in ((), (0, 1)))
     assert watched == plain
     for rank in range(2):
         head, *lines = map(json.loads, (tmp_path / "watch" / f"rank{rank}.jsonl").read_text().splitlines())
@@ -63,7 +63,7 @@ def test_watched_ddp_trains_bit_for_bit_as_it_does_alone(options, microbatches, 
 
 def test_one_rank_can_watch_alone(tmp_path):
     """So it sends nothing that a peer would have to answer."""
-    assert run_ranks(train, 2, tmp_path, (1,), {}, 1) == run_ranks(train, 2, tmp_path, (), {}, 1)
+    assert run_forked(train, 2, tmp_path, (1,), {}, 1) == run_forked(train, 2, tmp_path, (), {}, 1)
     assert [path.name for path in (tmp_path / "watch").iterdir()] == ["rank1.jsonl"]
 
 
@@ -122,7 +122,7 @@ def watch_timed(rank, folder):
 
 
 def test_each_second_is_in_the_phase_in_which_it_passed(tmp_path):
-    head, first, *lines = run_ranks(watch_timed, 1, tmp_path)[0]
+    head, first, *lines = run_forked(watch_timed, 1, tmp_path)[0]
     assert [stage["name"] for stage in head["stages"]] == ["layers.2", "layers.1", "layers.0"]
     assert first["seconds"] == 63.5
     for line in lines:
@@ -147,7 +147,7 @@ def freeze_after_watching(rank, folder):
 
 
 def test_parameters_may_be_frozen_and_unfrozen_while_they_are_watched(tmp_path):
-    head, *lines = run_ranks(freeze_after_watching, 1, tmp_path)[0]
+    head, *lines = run_forked(freeze_after_watching, 1, tmp_path)[0]
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
     for line in lines:
         assert len(line["stage_s"]) == len(head["stages"])
@@ -168,7 +168,7 @@ def close(rank, folder):
 
 
 def test_closed_watch_leaves_no_hook(tmp_path):
-    assert run_ranks(close, 1, tmp_path) == [([], 0)]
+    assert run_forked(close, 1, tmp_path) == [([], 0)]
 
 
 def test_pause_is_time_in_which_the_process_did_nothing():

@@ -1,7 +1,7 @@
 """`LateHandling(granularity="step")`: all of a rank's step goes into the merge, or nothing (see test_steps.py, too)."""
 
 import pytest
-from ranks import run_ranks, staged
+from ranks import run_forked, staged
 from training import Chain, Stopper
 
 from straggle import LateHandling, StagedBackward
@@ -22,7 +22,7 @@ def stopped_at_its_end(rank, stop_after, num_microbatches):
 
 @pytest.mark.parametrize(("stop_after", "num_microbatches"), [(5, 1), (15, 3)])
 def test_rank_that_finished_its_step_counts_in_full(stop_after, num_microbatches):
-    for scale, reach, late in run_ranks(stopped_at_its_end, 2, stop_after, num_microbatches):
+    for scale, reach, late in run_forked(stopped_at_its_end, 2, stop_after, num_microbatches):
         assert scale == pytest.approx([3 / 2] * 5)
         assert reach == [1.0] * 2
         assert late == ()

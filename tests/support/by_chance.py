@@ -4,7 +4,7 @@ import os
 import random
 import time
 
-from members import run_job
+from members import run_forked_job
 from recorded import LAST, MIDDLE, Stops, Stuck, kill_in_backward, stuck
 
 JOBS = range(*map(int, os.environ.get("STRAGGLE_JOBS", "0:3").split(":")))
@@ -47,7 +47,7 @@ def run_with_hits(number, plan, function, folder):
 
     Every other job has a store that is a server, as on a cluster.
     """
-    with run_job(plan.world_size, function, folder, plan, served=number % 2 == 1) as job:
+    with run_forked_job(plan.world_size, function, folder, plan, served=number % 2 == 1) as job:
         job.walk(12)
         for kind, rank, share in plan.hits:
             job.walk(3)

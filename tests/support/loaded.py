@@ -1,4 +1,4 @@
-"""`run_ranks` with a framework loaded: its ranks are forked from a process that has loaded it once for a test file."""
+"""`run_forked` with a framework loaded: its ranks are forked from a process that has loaded it once for a test file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _forkserver = multiprocessing.get_context("forkserver")
 
 @contextlib.contextmanager
 def ranks_with(*modules: str) -> Iterator[Callable[..., list[Any]]]:
-    """`run_ranks`, each of whose ranks has these modules: seconds of CPU that each would take to load them."""
+    """`run_forked`, each of whose ranks has these modules: seconds of CPU that each would take to load them."""
     ours, theirs = _forkserver.Pipe()
     process = _forkserver.Process(target=_serve, args=(theirs, modules))
     process.start()
@@ -51,7 +51,7 @@ def _serve(connection: Connection, modules: tuple[str, ...]) -> None:
         while True:
             function, words, options = pickle.loads(connection.recv_bytes())
             try:
-                outcome: Any = ranks.run_ranks(function, *words, context=_fork, **options)
+                outcome: Any = ranks.run_forked(function, *words, context=_fork, **options)
             except AssertionError as error:
                 outcome = error
             connection.send_bytes(pickle.dumps(outcome))

@@ -1,7 +1,8 @@
-"""A job whose ranks are killed, stopped and started again while it runs: real processes, whose store is a file.
+"""A job whose ranks are killed, stopped and started again while it runs: in a simulated world, or real processes.
 
-The file's lock is held while a rank is killed or stopped: one in the middle of a record, or with the lock itself,
-would stop all others. A store that is a server, as torchrun's agent has it, has no such trouble.
+The store of processes is a file, whose lock is held while a rank is killed or stopped: one in the middle of a record,
+or with the lock itself, would stop all others. A store that is a server, as torchrun's agent has it, has no such
+trouble.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from network import Network, enter
-from ranks import Raised  # which sets what the server of forks has loaded
+from ranks import Raised, outcome_of  # which sets what the server of forks has loaded
 from stores import serve_store
+
+from straggle.lab.world import run as simulated
+from straggle.lab.world.run import Rank
 
 _context = multiprocessing.get_context("forkserver")
 _POLL_S = 0.02
@@ -159,6 +163,14 @@ class Job:
         """SIGSTOP."""
         self._signal(signal.SIGSTOP, ranks)
 
+    def signal(self, rank: int, number: int) -> None:
+        """Another one."""
+        os.kill(self._processes[rank].pid, number)
+
+    def lives(self, rank: int) -> bool:
+        """Whether its process has not ended."""
+        return bool(self._processes[rank].is_alive())
+
     def resume(self, *ranks: int) -> None:
         """SIGCONT."""
         for rank in ranks:
@@ -241,8 +253,110 @@ class Job:
         return "".join(stacks) + self.log()
 
 
+class WorldJob(Job):
+    """The same job in a simulated world, in virtual time."""
+
+    def __init__(self, folder: Path, world_size: int, payload: bytes, replica_size: int) -> None:
+        self.folder, self.world_size, self.replica_size = folder, world_size, replica_size
+        self.board = Board(folder / "board", world_size)
+        self._payloads = dict.fromkeys(range(world_size), payload)
+        self._results: dict[int, Any] = {}
+        self._starts = dict.fromkeys(range(world_size), 0)
+        self._world: simulated.Job
+
+    def run(self, rank: Rank) -> None:
+        """What each process of a rank does."""
+        number, start = rank.number, self._starts[rank.number]
+        self._starts[number] += 1
+        handler = logging.FileHandler(self.folder / f"log{number}.{start}")
+        handler.setFormatter(logging.Formatter("%(asctime)s.%(msecs)03d %(message)s", "%M:%S"))
+        root = logging.getLogger()
+        root.addHandler(handler)
+        try:
+            self._results[number] = pickle.loads(outcome_of(self._payloads[number], number, self.board))
+        finally:
+            root.removeHandler(handler)
+            handler.close()
+
+    def enter(self, world: simulated.Job) -> None:
+        """Its ranks have begun."""
+        self._world = world
+
+    def start(self, rank: int, *args: Any, environment: dict[str, str] | None = None) -> None:
+        """Start a rank again."""
+        assert environment is None, "the ranks of a world share one environment"
+        if args:
+            self._payloads[rank] = pickle.dumps((pickle.loads(self._payloads[rank])[0], args))
+        self.board.note(rank, 0)
+        self._results.pop(rank, None)
+        self._world.start(rank)
+
+    def kill(self, *ranks: int) -> None:
+        """SIGKILL."""
+        for rank in ranks:
+            self._world.kill(rank)
+
+    def stop(self, *ranks: int) -> None:
+        """SIGSTOP."""
+        for rank in ranks:
+            self._world.freeze(rank)
+
+    def resume(self, *ranks: int) -> None:
+        """SIGCONT."""
+        for rank in ranks:
+            self._world.resume(rank)
+
+    def signal(self, rank: int, number: int) -> None:
+        """Another one."""
+        self._world.signal(rank, number)
+
+    def lives(self, rank: int) -> bool:
+        """Whether its process has not ended."""
+        return self._world.lives(rank)
+
+    def wait(self, condition: Callable[[], bool], what: str, limit_s: float = 400.0) -> None:
+        """Wait until this is so, in virtual time."""
+        until = self._world.scheduler.now + limit_s
+        while not condition():
+            raised = {rank: own for rank, own in self._results.items() if isinstance(own, Raised)}
+            if self._world.scheduler.now > until:
+                raise AssertionError(f"not within {limit_s} s: {what}; raised: {raised}\n{self.log()}")
+            self._world.run_for(_POLL_S)
+
+    def close(self) -> None:
+        """The world ends all."""
+
+    def _collect(self) -> None:
+        """Results are there when ranks end."""
+
+
 @contextlib.contextmanager
-def run_job(
+def run_job(world_size: int, function: Callable[..., Any], *args: Any, replica_size: int = 1) -> Iterator[WorldJob]:
+    """A job of so many ranks of a simulated world, each of which runs ``function(rank, board, *args)``.
+
+    It ends with the block. ``replica_size`` ranks are a replica, and are started together.
+    """
+    with tempfile.TemporaryDirectory() as folder, all_logged():
+        job = WorldJob(Path(folder), world_size, pickle.dumps((function, args)), replica_size)
+        with simulated.simulated(job.run, ranks=world_size, longest_s=7200.0) as world:
+            job.enter(world)
+            yield job
+
+
+@contextlib.contextmanager
+def all_logged() -> Iterator[None]:
+    """What the library logs is heard from its level INFO on."""
+    logger = logging.getLogger("straggle")
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+@contextlib.contextmanager
+def run_forked_job(
     world_size: int,
     function: Callable[..., Any],
     *args: Any,
@@ -251,7 +365,7 @@ def run_job(
     served: bool = False,
     replica_size: int = 1,
 ) -> Iterator[Job]:
-    """A job of so many ranks, each of which runs ``function(rank, board, *args)``; it ends with the block.
+    """The same with processes, for what only these show.
 
     In a ``network`` each rank is on a host of its own, and the store is a server on the last host. ``served``: the
     store is a server on this one. ``replica_size`` ranks are a replica, and are started together.

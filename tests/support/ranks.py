@@ -1,4 +1,4 @@
-"""Runs a function, or a command, on several ranks: real processes in a real gloo group, forked from a server.
+"""Runs a function, or a command, on several ranks: of a simulated world, or processes that are forked from a server.
 
 The server has torch loaded: a rank starts in about a tenth of a second. A function's store is a file: it outlives any
 rank, as that of torchrun's agent does, and needs no name server, which a connection of ``TCPStore`` asks.
@@ -19,9 +19,10 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -33,7 +34,9 @@ import torch.distributed as dist
 from stores import serve_store
 from torch import Tensor, nn
 
-from straggle import StagedDataParallel
+from straggle import StagedDataParallel, world
+from straggle.lab.world.run import Fault, Rank, run_world
+from straggle.lab.world.scheduler import Thread
 
 _MODULES = [
     "pytest",
@@ -68,7 +71,44 @@ class Raised:
     trace: str = ""
 
 
+KILLED = Raised("Killed", "the process ended without a word")
+
+
 def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    seed: int = 0,
+    faults: Sequence[Fault] = (),
+    outcomes: bool = False,
+    timeout_s: float = 7200.0,
+) -> list[Any]:
+    """What ``function(rank, *args)`` returns on each rank of a simulated world; the function is one of a module.
+
+    The order of events is drawn by ``seed``, and no machine changes it. An exception in a rank is raised here with its
+    rank and traceback, or with ``outcomes`` stands in its place as `Raised`. ``timeout_s``: of virtual time.
+    """
+    payload = pickle.dumps((function, args))
+
+    def loop(rank: Rank) -> Any:
+        return outcome_of(payload, rank.number)
+
+    run = run_world(loop, ranks=world_size, seed=seed, faults=faults, longest_s=timeout_s, end_s=timeout_s)
+    results = [pickle.loads(own) if isinstance(own, bytes) else KILLED for own in run.results]
+    return results if outcomes else _checked(results)
+
+
+def outcome_of(payload: bytes, *first: Any) -> bytes:
+    """What a function that was packed with its arguments returns or raises, packed as between processes."""
+    function, args = pickle.loads(payload)
+    try:
+        result: Any = function(*first, *args)
+    except Exception as error:
+        result = Raised(type(error).__name__, str(error), traceback.format_exc())
+    return pickle.dumps(result)
+
+
+def run_forked(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
@@ -76,10 +116,9 @@ def run_ranks(
     outcomes: bool = False,
     context: Any = _context,
 ) -> list[Any]:
-    """What ``function(rank, *args)`` returns on each rank; the function is one of a module.
+    """The same with a process for each rank, in a real gloo group: for what only these show.
 
-    A rank that has returned or raised stays alive until all have. An exception in a rank is raised here with its rank
-    and traceback, or with ``outcomes`` stands in its place as `Raised`. A rank that does not end in ``timeout_s``
+    A rank that has returned or raised stays alive until all have. A rank that does not end in ``timeout_s``
     fails the test, with the stacks of its threads. ``context`` starts the processes (`loaded.py`).
     """
     payload = pickle.dumps((function, args))
@@ -225,6 +264,8 @@ def die() -> None:
 
     Half a record there makes every reader wait for the rest; a store that is a server has no such trouble.
     """
+    if isinstance(threading.current_thread(), Thread):
+        world.end_process(9)
     store: Any = dist.distributed_c10d._get_default_store()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
@@ -254,17 +295,25 @@ def _collect(connections: list[Connection], folder: Path, timeout_s: float, outc
             try:
                 results[rank] = pickle.loads(connection.recv_bytes())
             except (EOFError, ConnectionError):
-                results[rank] = Raised("Killed", "the process ended without a word")
+                results[rank] = KILLED
             if isinstance(results[rank], Raised) and not outcomes:
                 until = min(until, time.monotonic() + _FAREWELL_S)  # its peers may have more to say, or wait for it
-    if failures := [(rank, end) for rank, end in sorted(results.items()) if isinstance(end, Raised) and not outcomes]:
-        raise AssertionError(
-            "\n".join(f"rank {rank}: {end.kind}: {end.message}\n{end.trace}" for rank, end in failures)
-        )
+    if not outcomes:
+        _checked([results[rank] for rank in sorted(results)], sorted(results))
     if hanging := [rank for rank in range(len(connections)) if rank not in results]:
         stacks = "\n".join(f"rank {rank}:\n{Path(folder, f'rank{rank}').read_text()}" for rank in hanging)
         raise AssertionError(f"ranks {hanging} did not end within {timeout_s} s\n{stacks}")
     return [results[rank] for rank in range(len(connections))]
+
+
+def _checked(results: list[Any], ranks: Sequence[int] = ()) -> list[Any]:
+    """These, if no rank has raised."""
+    ends = zip(ranks or range(len(results)), results, strict=True)
+    if failures := [(rank, end) for rank, end in ends if isinstance(end, Raised)]:
+        raise AssertionError(
+            "\n".join(f"rank {rank}: {end.kind}: {end.message}\n{end.trace}" for rank, end in failures)
+        )
+    return results
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from queued_device import queued_device
-from ranks import run_ranks, staged
+from ranks import run_forked, staged
 from sharding import mesh_of, shard
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -42,7 +42,7 @@ class World:
         self, scenario: Callable[..., Any], *args: Any, replicas: int = REPLICAS, timeout_s: float = 150.0
     ) -> list[Any]:
         """What ``scenario(here, *args)`` returns on each rank."""
-        return run_ranks(_here, replicas * self.shards, self, scenario, *args, timeout_s=timeout_s)
+        return run_forked(_here, replicas * self.shards, self, scenario, *args, timeout_s=timeout_s)
 
     def ranks_of(self, replica: int) -> range:
         return range(self.shards * replica, self.shards * (replica + 1))
