@@ -91,8 +91,15 @@ class MembersCompletion(Completion):
         rank = self._rank
         with rank.merging.lock:
             if not rank.merging.step_merged.wait_for(
-                lambda: rank.rounds.groups is not None or current.abandoned or rank.stand_in.error is not None,
+                lambda: (
+                    rank.rounds.groups is not None
+                    or current.abandoned
+                    or rank.stand_in.error is not None
+                    or self._member.is_closed
+                ),
                 rank.channel.give_up_s,
             ):
                 raise PeerFailed(f"{rank.where(current.step)}: the members did not agree on a new view")
             rank.check_ended()
+            if self._member.is_closed:
+                raise PeerFailed(f"{rank.where(current.step)}: the model is closed")

@@ -330,6 +330,8 @@ class ElasticChannel(Channel):
         while self.epoch == epoch:
             if self.ended is not None:
                 raise self.ended
+            if self.closing:  # only the stand-in is left to see it, and no member comes to a step after the last one
+                raise PeerFailed(f"{what}: the model is closed")
             try:
                 if not broke and is_over(work, _MERGE_SLICE_S):
                     return

@@ -252,15 +252,15 @@ class FailureDetector:
         Of its own replica it also learns whether all ranks are there: none of them can come back alone.
         """
         ranks, own = [self._inside.rank(member) for member in view.ranks], self._inside.others(self._chain.rank)
-        known = {self._chain.rank: self._chain.incarnation, **view.members}  # an earlier process of it may be a member
-        if own:
-            known[self._chain.rank] = self._chain.incarnation
-        self._silence.look(world.monotonic(), self._hear(store, known, [*ranks, *own]))
+        # an earlier process of this rank may be a member: the others of its replica have this one's incarnation
+        members, replica = view.members, {self._chain.rank: self._chain.incarnation}
+        signs = self._hear(store, members, ranks)
+        self._silence.look(world.monotonic(), {**signs, **signs_of(store, replica, own, self._inside.size)})
         limit_s = _QUICK_S if self._replica_broke else _LOST_S
         dead, lost = set(self._silence.longer_than(_DEAD_S)), self._silence.longer_than(limit_s)
-        self.alone = bool(ranks) and all(rank in dead or self._ended(store, known, rank) for rank in ranks)
+        self.alone = bool(ranks) and all(rank in dead or self._ended(store, members, rank) for rank in ranks)
         silent = {rank: self._said(rank, f"no sign of life for {limit_s:g} s") for rank in own if rank in lost}
-        why = (self._ended(store, known, rank) or silent.get(rank, "") for rank in own)
+        why = (self._ended(store, replica, rank) or silent.get(rank, "") for rank in own)
         self.lost_of_replica = next(filter(None, why), "")
 
     def _ended(self, store: Any, members: Mapping[int, str], rank: int) -> str:

@@ -11,6 +11,9 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +27,7 @@ from straggle.members.elastic import ElasticChannel
 from straggle.members.member import Member
 from straggle.members.pace import Pace
 from straggle.members.regrouping import Regrouping
-from straggle.members.state_wire import Encoded, check_sendable, encode, receive, send
+from straggle.members.state_wire import Encoded, break_off, check_sendable, encode, receive, send
 from straggle.members.view import TOO_FAR_BEHIND, Leaving, View
 from straggle.merge.round.coordinator import Coordinator
 from straggle.merge.round.rank_parts import RankParts
@@ -38,7 +41,9 @@ from straggle.report import HealingReport
 from straggle.source.source import GradientSource
 from straggle.waits import NowAndThen, until
 
-_SEND_S = 60.0
+_SEND_S = 60.0  # for a message, and for the view in which the newcomers come in
+_MEET_S = 10.0  # for two that are both there to connect
+_WATCH_S = 0.2  # between two looks whether a state that is on its way is still awaited
 _ASK_S = 0.5
 _LOOK_S = 0.005  # between two looks of the training thread that waits
 _SAY_S = 10.0  # of waiting after a step, before it is logged
@@ -293,10 +298,16 @@ class Healing:
         for rank in sorted(view.joined):
             pause = self._pace(encoded, step).pause
             try:
-                send(encoded, _pair(self._channel, view, rank, place=0), 1, pause)
+                with _pair(self._channel, view, rank, 0, partial(self._is_awaited_by, rank, view)) as pair:
+                    send(encoded, pair, 1, pause)
             except (RuntimeError, ValueError, OSError) as error:
                 there = self._channel.names[rank]
                 _log.warning("rank %d could not send its state to rank %d: %s", self._channel.name, there, error)
+
+    def _is_awaited_by(self, rank: int, view: View) -> bool:
+        """Whether a newcomer of ``view`` still waits for this rank's state: both are members as they were then."""
+        membership = self._membership
+        return membership.is_member and membership.view.members.get(rank) == view.members[rank]
 
     def _giving_from(self, step: int) -> View | None:
         """The view in which this rank gives its state as of ``step``, or a later one, once it is there."""
@@ -377,8 +388,8 @@ class _Arrival:
     def receive(self, awaits: Callable[[], bool]) -> None:
         """Receive it; ``awaits()``: whether this rank still waits for it."""
         try:
-            pair = _pair(self._channel, self.view, self._channel.rank, place=1)
-            state = receive(pair, 0, max_bytes=_MAX_BYTES)
+            with _pair(self._channel, self.view, self._channel.rank, 1, awaits) as pair:
+                state = receive(pair, 0, max_bytes=_MAX_BYTES)
             if not isinstance(state, dict):
                 raise ValueError("what came is no state")
             self._check_replica(awaits)
@@ -396,10 +407,36 @@ class _Arrival:
                 raise RuntimeError("another rank of its replica has not got its own")
 
 
-def _pair(channel: ElasticChannel, view: View, rank: int, *, place: int) -> Any:
-    """A group of two: the giver at place 0 and one newcomer at place 1."""
-    with channel.membership.connection(f"state/{view.generation}/{rank}") as store:
-        return gloo_group(store, place, 2, _SEND_S)
+@contextmanager
+def _pair(channel: ElasticChannel, view: View, rank: int, place: int, is_awaited: Callable[[], bool]) -> Iterator[Any]:
+    """A group of two, the giver at place 0 and one newcomer at place 1, while the state is awaited.
+
+    Raises ``RuntimeError`` here, and in what is sent or received in the block, once it is not.
+    """
+    membership, has_ended = channel.membership, world.Event()
+
+    def is_over() -> bool:
+        return has_ended.is_set() or membership.is_closed or not is_awaited()
+
+    with membership.connection(f"state/{view.generation}/{rank}") as store:
+        store.set(f"here/{place}", "")
+        # gloo's own wait for the other one cannot be interrupted; this one can
+        until(lambda: is_over() or store.check([f"here/{1 - place}"]), every_s=_LOOK_S, limit_s=_SEND_S)
+        if is_over():
+            raise RuntimeError("the state is not awaited any more")
+        pair = gloo_group(store, place, 2, _MEET_S)
+    pair._set_default_timeout(timedelta(seconds=_SEND_S))
+
+    def watch() -> None:
+        until(is_over, every_s=_WATCH_S, pause=has_ended.wait)
+        if not has_ended.is_set():
+            break_off(pair, 1 - place)
+
+    membership.spawn(watch)
+    try:
+        yield pair
+    finally:
+        has_ended.set()
 
 
 def _num_bytes(state: Any) -> int:

@@ -47,6 +47,7 @@ class Member:
         self.notice = Notice(membership, is_out=lambda: self.is_out)
         self.slow: PutOut | None = None  # who is put out because it is slow; `None`: no rank
         self.changed_in = -1  # the step in which the members changed last, the same on all of them
+        self.is_closed = False  # the model is
         self.fell_behind = False  # a member that needs a state, because more steps were merged than may wait for it
         self.is_back = False  # the training thread has been between two steps since
         self.awaits_state = False  # it waits for its state and does nothing else
@@ -203,6 +204,12 @@ class Member:
             if self.slow is not None:
                 self.slow.begin_anew()
             merging.step_merged.notify_all()
+
+    def close(self) -> None:
+        """The model is closed: whoever waits for the members to agree on a view waits in vain."""
+        with self._lock:
+            self.is_closed = True
+            self._rank.merging.step_merged.notify_all()
 
     def end(self, error: BaseException) -> None:
         """The job ends here."""

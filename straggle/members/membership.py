@@ -90,6 +90,7 @@ class Membership:
         self.elastic, self.least = elastic, elastic.least(world_size)
         self.inside, self.incarnation = inside, incarnation or new_incarnation()
         self.step = -1  # the step of this rank's merge; sent with its signs of life
+        self.is_closed = False  # nothing is waited for any more
         self.left_for_good = False  # it left by its own will, and does not ask to be let in again
         self.why_it_ends = DONE  # what the others are told when its loop is over
         self.connections = Connections(connect)
@@ -383,6 +384,7 @@ class Membership:
 
     def close(self) -> None:
         """End the threads."""
+        self.is_closed = True
         self.detector.stop()
         # a thread that returns from a store request while Python ends would end the process with an error
         end_of((*self.detector.threads, *self._heartbeat.threads, *self._threads), _END_S)

@@ -289,8 +289,7 @@ class Regrouping:
         if not has_come and membership.is_member and not self._closing.is_set():
             membership.go_on()  # nothing is merged before there is a view
         # not before: if this thread's connection broke with the store that it led to, all members would wait in vain
-        if membership.chain.held is held:
-            membership.chain.held = None
+        membership.chain.release(held)
 
     def _has_come(self, held: Hold) -> bool:
         if held.leaving:

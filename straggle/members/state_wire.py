@@ -10,7 +10,9 @@ import io
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeAlias
 
 import torch
@@ -28,7 +30,7 @@ _NUM_CHUNKS = 256  # chunks of a state if the network's latency is short beside 
 _OUTWEIGHS = 4.0  # a chunk is to take so many times the latency
 
 _MAGIC = int.from_bytes(b"straggl\x04", "big")  # the last byte is the version
-_TAG = 0x5747
+_TAG, _NEVER_TAG = 0x5747, 0x5748
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,16 @@ def receive(group: Any, peer: int, *, max_bytes: int) -> Any:
             group.send([has_it], peer, _TAG).wait()
             begin = end
     return decode(bytes(header), data)
+
+
+def break_off(group: Any, peer: int) -> None:
+    """End what is sent to the other member, or received from it, with an error there and here; by another thread.
+
+    gloo cannot abort a message, but it closes the connection when one that is waited for is late.
+    """
+    with suppress(RuntimeError):
+        never = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        group.recv([never], peer, _NEVER_TAG).wait(timedelta(milliseconds=1))
 
 
 class _ChunkSize:

@@ -64,6 +64,12 @@ class ViewChain:
             self.held = held
             self._changed.notify_all()
 
+    def release(self, held: Hold) -> None:
+        """Wait no more for what ``held`` says; for another view that is known to come by now, the members still do."""
+        with self._changed:
+            if self.held is held:
+                self.held = None
+
     def wait_newer(self, generation: int, seconds: float) -> bool:
         """Wait for a view after ``generation``, or until one is known to come."""
         with self._changed:

@@ -25,8 +25,7 @@ from straggle.merge.round.round import Round
 from straggle.merge.rows.telemetry import Row
 from straggle.merge.state.module_state import ModuleState
 from straggle.merge.wing import Wing
-from straggle.merge.wire.channel import PeerFailed
-from straggle.merge.wire.groups import is_of_peer
+from straggle.merge.wire.channel import PeerFailed, comes_of_peer
 from straggle.report import HealingReport, MembersReport
 from straggle.source.source import GradientSource
 from straggle.waits import until
@@ -189,11 +188,11 @@ class Members(Wing):
         if self.member.is_out:
             self._probes.left()
 
-    def failed(self, what: str) -> None:
+    def failed(self, what: str, error: BaseException) -> None:
         """Leave the members, so that the peers go on."""
         self._rank.stand_in.know(True)
         membership = self.channel.membership
-        if membership.inside.size > 1 and (PeerFailed.__name__ in what or is_of_peer(RuntimeError(what))):
+        if membership.inside.size > 1 and comes_of_peer(error):
             self._await_view_without_replica()  # which names the rank that is gone, as this error does not
         membership.leave_with_an_error(what)
         if not membership.is_member:
@@ -216,3 +215,4 @@ class Members(Wing):
         if self.member.notice.peers_go_on:
             self.channel.membership.why_it_ends = NOTICE
         self.regrouping.close()
+        self.member.close()

@@ -110,8 +110,8 @@ class Wing:
     def last(self, current: Round) -> None:
         """The same, after the user's hooks."""
 
-    def failed(self, what: str) -> None:
-        """This rank cannot go on with its step, as ``what`` explains."""
+    def failed(self, what: str, error: BaseException) -> None:
+        """This rank cannot go on with its step because of ``error``, as ``what`` explains."""
 
     def close(self) -> None:
         """The model is closed."""

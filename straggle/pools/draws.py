@@ -10,7 +10,6 @@ here, and the lock of the merge guards what they share.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
@@ -26,12 +25,16 @@ _log = logging.getLogger(__name__)
 
 
 class StoreCounters:
-    """The counters and owners of all steps; used by the store's thread alone."""
+    """The counters and owners of all steps; used by the thread of the store's connection.
+
+    If the store was lost there may be two of them for a moment: an old request's answer comes beside a new one's.
+    """
 
     def __init__(self, rank: int) -> None:
-        self._begun: deque[tuple[int, str]] = deque()  # counters that this rank began
+        self._begun: list[tuple[int, str]] = []  # counters that this rank began
         self._last = {rank: ""}  # by rank, the last seen value of its share's key
         self.num_requests = self.num_put_back = 0
+        self._lock = world.Lock()  # never held while the store is asked
 
     def put_back(self, number: int) -> None:
         """So many micro-batches are back."""
@@ -48,11 +51,18 @@ class StoreCounters:
         amount = request.amount << _HALF * place
         value = int(store.add(key, amount))
         if value == amount:
-            self._begun.append((step, key))
-            while self._begun[0][0] <= step - _KEPT_STEPS:
+            for old in self._begins(step, key):
                 self.num_requests += 1
-                store.delete_key(self._begun.popleft()[1])
+                store.delete_key(old)
         return value >> _HALF * place & ((1 << _HALF) - 1)
+
+    def _begins(self, step: int, key: str) -> list[str]:
+        """Note a counter that this rank began; those that are to be removed, each told to one thread only."""
+        with self._lock:
+            self._begun.append((step, key))
+            old = [each for each in self._begun if each[0] <= step - _KEPT_STEPS]
+            self._begun = [each for each in self._begun if each not in old]
+            return [key for _, key in old]
 
     def _owner(self, store: Any, step: int, request: Claim | Release | Seize) -> Owner:
         """Claim, release or seize a share. An owner from a later step counts as none: this step is merged by then."""

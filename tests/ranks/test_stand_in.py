@@ -370,3 +370,19 @@ def test_replicas_and_reports_stay_identical_under_chaos(world_size, seed):
         assert len({shared(reports[number]) for _, reports in results}) == 1
         assert results[0][1][number].step == number
     assert any(rank.stood_in for report in results[0][1] for rank in report.ranks)
+
+
+def test_rank_that_gives_nothing_for_a_while_is_still_in_its_pause_afterwards():
+    """It may be let in and healed meanwhile, by other threads; its peers do not wait for what gives nothing."""
+    clock, channel, submitted = [10.0], Told(num_waiting=1), []
+    stand_in, _, merging, _ = at_begin_of_step(clock, channel)
+    with merging.lock:
+        stand_in.pause()
+        stand_in.give_nothing(True)
+    assert stand_in._act(lambda: submitted.append(clock[0]), lambda _: None)
+    assert submitted == clock
+    with merging.lock:
+        stand_in.give_nothing(False)
+        assert not stand_in.watches
+        stand_in.resume()
+        assert stand_in.watches

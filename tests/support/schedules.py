@@ -232,7 +232,7 @@ def run(schedule: Schedule) -> Run:
             seed=schedule.seed,
             faults=schedule.faults,
             longest_s=LONGEST_S,
-            end_s=150.0,  # a state may be on its way for a minute to each of two ranks that are gone
+            end_s=20.0,
         )
     finally:
         stages.BUCKET_BYTES = before

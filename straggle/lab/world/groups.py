@@ -158,7 +158,7 @@ class Letter:
     def begin(self, rank: int, given: list[Tensor], written: list[Tensor], limit_s: float) -> Work:
         """One of the two begins it."""
         world = self._meeting.network.world
-        work = Work(world, written)
+        work = Work(world, written, when_late=self._meeting.lose)
         self._ends.append((rank, work, given))
         world.after(limit_s, lambda: work.end(LATE))
         if self._meeting.is_lost:
@@ -178,9 +178,12 @@ class Letter:
 class Work(dist.Work):
     """A collective that this rank has begun."""
 
-    def __init__(self, world: Scheduler, written: Sequence[Tensor]) -> None:
+    def __init__(
+        self, world: Scheduler, written: Sequence[Tensor], when_late: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__()
         self._world, self._written = world, written
+        self._when_late = when_late  # as gloo closes the connection when a message is waited for in vain
         self._is_over, self.error = False, ""
         self._waiters: list[Thread] = []
         self._then: list[Callable[[], None]] = []
@@ -212,6 +215,7 @@ class Work(dist.Work):
                 raise self._world.broken("a thread waits for its peers while it holds a lock")
             self._world.wait(self._waiters, timeout.total_seconds() or None)
         if not self._is_over:
+            self._when_late()
             raise RuntimeError("[Gloo] Timed out: the work is not over")
         if self.error:
             raise RuntimeError(f"[Gloo] {self.error}")

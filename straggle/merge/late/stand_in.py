@@ -191,7 +191,7 @@ class StandIn:
 
     def give_nothing(self, gives_nothing: bool) -> None:
         """Submit every step at once, empty, or stop doing so."""
-        self.gives_nothing, self._paused = gives_nothing, False
+        self.gives_nothing = gives_nothing
         self._rests = self._rests and not gives_nothing
         self._wakes.notify()
 
@@ -343,7 +343,8 @@ class StandIn:
             unposted=self._unposted,
             computes=self._unposted and not self._device_done,
             posted_stuck_s=self._posted_stuck_s,
-            paused=self._paused or self._rests,
+            # in a pause peers wait for this rank, but not for one that gives nothing
+            paused=self._rests or (self._paused and not self.gives_nothing),
             gives_nothing=self.gives_nothing,
             give_back_at=training.passes.give_back_at if training.is_in(merging.step) else math.inf,
             closing=self._closing,

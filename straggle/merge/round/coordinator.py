@@ -388,7 +388,7 @@ class Coordinator:
         self._rank.check_device()  # peers know of that
         what = f"rank {self._channel.name} raised in step {self.training.step}, {self.stopwatch.phase}: {error!r}"
         for phase in self._wings.failed:
-            phase(what)
+            phase(what, error)
         if self._wings.go_on:  # its peers do, without it
             return
         with self._lock:
@@ -406,7 +406,7 @@ class Coordinator:
     def lost_peer(self, error: PeerFailed) -> None:
         """This rank's replica cannot go on after a merged step."""
         for phase in self._wings.failed:
-            phase(f"{self._rank.where(self.training.step - 1)}: {error!r}")
+            phase(f"{self._rank.where(self.training.step - 1)}: {error!r}", error)
 
     def _take(self) -> Round:
         """Take the merged step, or raise what it says of a rank that failed."""
@@ -415,7 +415,7 @@ class Coordinator:
             if self._wings.go_on:
                 self._submission.forget_error()  # it may take part again
             for phase in self._wings.failed:
-                phase(f"{self._rank.where(merged.step)}: {error!r}")
+                phase(f"{self._rank.where(merged.step)}: {error!r}", error)
             raise error
         if merged.table.is_usual:
             return merged

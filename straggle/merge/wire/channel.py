@@ -73,6 +73,15 @@ class PeerFailed(RuntimeError):
     """A rank ended in an error or could not be reached; the text names the rank, step and stage."""
 
 
+def comes_of_peer(error: BaseException | None) -> bool:
+    """Whether a peer that is gone, or the way to it, is the reason of an error: of itself, or of what it followed."""
+    while error is not None:
+        if isinstance(error, PeerFailed) or (isinstance(error, RuntimeError) and is_of_peer(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 class GroupsChanged(Exception):
     """A collective was launched in groups that are no longer used."""
 

@@ -162,3 +162,25 @@ def test_replica_whose_loop_is_over_on_all_ranks_has_done_its_work() -> None:
 def test_replica_leaves_with_a_rank_that_is_missed(exited: Exited, over: list[int], in_step: bool) -> None:
     ((rank, kind),) = [(own.rank, own.kind) for own in watched(2, exited, over=over, in_step=in_step)]
     assert (rank, kind) == (1, "ended")
+
+
+def test_rank_of_a_replica_that_is_started_again_does_not_take_itself_for_the_member_that_it_was() -> None:
+    """It beats, and its earlier process, which is a member in the last view, does not: no member is left."""
+    store, ended = dist.HashStore(), {rank: Exited(0, 1.0, signal="SIGKILL") for rank in range(4)}
+    again = Membership(
+        0,
+        2,
+        Elastic(min_ranks=1),
+        connect=lambda: store,
+        exited=lambda _, rank: ended.get(rank),
+        inside=InReplica(0, 2),
+        incarnation="1-new",
+    )
+    again.chain.begin(store, View(0, {0: "0-old", 1: "0-other"}, job="j", begun=True))
+    again.chain.look(store)
+    again.detector.start()
+    until = time.monotonic() + LIMIT_S
+    while not again.detector.alone:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    again.close()

@@ -15,7 +15,9 @@ import torch.distributed as dist
 from straggle.members.agents import Exited
 from straggle.members.heartbeat import UNANSWERED_S, Heartbeat
 from straggle.members.membership import JobDone, Membership, TooFewRanks
+from straggle.members.stored_view import StoredView
 from straggle.members.view import DONE, Elastic
+from straggle.members.view_chain import Hold, ViewChain
 
 LIMIT_S = 20.0
 
@@ -182,3 +184,14 @@ def test_rank_that_was_put_out_lets_nobody_in() -> None:
     assert (other.view.generation, other.view.step, other.view.giver) == (2, 7, 1)
     for one in (first, other):
         one.close()
+
+
+def test_view_that_is_known_to_come_by_now_is_held_when_an_older_one_has_come() -> None:
+    chain = ViewChain(0, "a", StoredView(2))
+    older, newer = Hold(3, leads=True), Hold(4, leads=False)
+    chain.hold(older)
+    chain.hold(newer)
+    chain.release(older)
+    assert chain.held is newer
+    chain.release(newer)
+    assert chain.held is None

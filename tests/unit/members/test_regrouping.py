@@ -21,6 +21,7 @@ class FollowedOnce:
         self.done = []
         self.over = threading.Event()
         chain = SimpleNamespace(held=None, changes={}, wait_newer=lambda generation, _: generation < view.generation)
+        chain.release = lambda _: setattr(chain, "held", None)
         membership = SimpleNamespace(
             view=view,
             is_member=True,

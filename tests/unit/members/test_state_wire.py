@@ -31,7 +31,7 @@ from torch.optim.lr_scheduler import (
 from torch.utils.data import SequentialSampler
 
 from straggle import LastOwn
-from straggle.members.state_wire import CHUNK_BYTES, MAX_DEPTH, Encoded, decode, encode, receive, send
+from straggle.members.state_wire import CHUNK_BYTES, MAX_DEPTH, Encoded, break_off, decode, encode, receive, send
 from straggle.policies.history import History, HistoryWindow
 
 DTYPES = [
@@ -688,4 +688,14 @@ def test_chunk_that_is_no_part_of_what_was_announced_is_refused(size):
 def test_peer_that_ends_in_the_middle_is_an_error_at_once():
     magic = int.from_bytes(b"straggl\x04", "big")
     _, came = between(announce([magic, 10, 1000]), lambda group: receive(group, 0, max_bytes=10_000), limit_s=600)
+    assert isinstance(came, RuntimeError)
+
+
+def test_another_thread_breaks_off_what_is_on_its_way_and_both_ends_have_an_error():
+    def receiver(group):
+        threading.Timer(0.1, break_off, (group, 0)).start()
+        return receive(group, 0, max_bytes=100)
+
+    gave, came = between(lambda group: group.recv([torch.zeros(1)], 1, 1).wait(), receiver)
+    assert isinstance(gave, RuntimeError)
     assert isinstance(came, RuntimeError)

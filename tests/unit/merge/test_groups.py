@@ -3,9 +3,11 @@
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from straggle.merge.wire.channel import PeerFailed, comes_of_peer
 from straggle.merge.wire.groups import GlooGroup, is_over, let_go, succeeds
 
 
@@ -78,3 +80,24 @@ def test_group_that_is_dropped_is_held_until_what_was_launched_in_it_is_over():
     assert held() is None  # or the connections would stay
     there.drop()
     assert let_go()
+
+
+def _after(error, first):
+    error.__context__ = first
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "of_peer"),
+    [
+        (PeerFailed("rank 1 ended"), True),
+        (RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"), True),
+        (_after(KeyError("loss"), PeerFailed("rank 1 ended")), True),
+        (ConnectionError("the data base's socket is closed"), False),
+        (ValueError("PeerFailed, says this text alone"), False),
+        (None, False),
+    ],
+    ids=str,
+)
+def test_error_comes_of_a_peer_by_what_it_is_or_followed_and_not_by_a_name_in_its_text(error, of_peer):
+    assert comes_of_peer(error) == of_peer

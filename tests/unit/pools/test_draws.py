@@ -56,3 +56,28 @@ def test_two_steps_that_share_a_key_count_apart_and_are_removed_by_one_request()
     assert store.num_keys() == before + 1
     counters.ask(store, 39, Count(None, 1))
     assert (store.num_keys(), counters.num_requests) == (before + 1, len(own) + 2)
+
+
+def test_late_answer_of_a_lost_store_beside_a_new_request_removes_no_counter_that_is_in_use():
+    """The thread of the old connection comes back in the middle of what the new one's does."""
+    store = HashStore()
+
+    class Counters(StoreCounters):
+        meets, requests = False, 0
+
+        @property
+        def num_requests(self):
+            return self.requests
+
+        @num_requests.setter
+        def num_requests(self, number):
+            self.requests = number
+            if self.meets and number == self.meets:
+                self.meets = False
+                assert super().ask(store, 80, Count(None, 1)) == 1
+
+    counters = Counters(0)
+    counters.ask(store, 4, Count(None, 1))
+    counters.meets = counters.num_requests + 2  # when the old counter is about to be removed
+    assert counters.ask(store, 40, Count(None, 1)) == 1
+    assert counters.ask(store, 80, Count(None, 1)) == 2
