@@ -11,7 +11,7 @@ from scales import NUM_LAYERS, own_gradient
 from schedule_loop import Plan, Seen, num_batches, plan_of
 
 from straggle import Abstain
-from straggle.lab.world.faults import Clock, Cut, Freeze, Kill, Notice, Stall, StoreAway
+from straggle.lab.world.faults import Cut, Freeze, Kill, Stall, StoreAway
 from straggle.lab.world.run import Run
 
 SLACK_S = 0.15  # of messages, of asking whether a quorum waits, and of looking at the answer
@@ -37,6 +37,9 @@ def problems_in(schedule: Any, run: Run) -> list[str]:
     found += of_pools(schedule, run)
     found += of_joins(schedule, run)
     found += of_bounds(schedule, run)
+    found += of_lateness(schedule, run)
+    found += of_the_store(schedule, run)
+    found += of_deadlines(schedule, run)
     return found
 
 
@@ -85,8 +88,17 @@ def of_own_row(schedule: Any, plan: Plan, rank: int, note: dict[str, Any]) -> It
             yield f"{own.nonfinite} gradients are not finite, and not {nonfinite}"
     if not _stands_still(schedule, rank):
         compute_s = seen.work_over_at - seen.entered_at
+        if not _near(own.forward_s, seen.forward_s, 0.015) or not _near(own.backward_s, seen.backward_s, 0.015):
+            yield f"forward {own.forward_s}, backward {own.backward_s}, not {seen.forward_s}, {seen.backward_s}"
+        between = own.data_s + own.outside_s + own.optimizer_s + own.loop_end_s + own.collective_s
+        if not math.isnan(between) and between < seen.away_s - CLOCK_S:
+            yield f"{between} s between steps, and not {seen.away_s}"
         if not math.isnan(own.compute_s) and abs(own.compute_s - compute_s) > CLOCK_S + 1e-3 * compute_s:
             yield f"compute_s={own.compute_s} and not {compute_s}"
+
+
+def _near(told: float, seen: float, within: float = CLOCK_S) -> bool:
+    return math.isnan(told) or abs(told - seen) < within + 1e-3 * seen
 
 
 def _stands_still(schedule: Any, rank: int) -> bool:
@@ -107,6 +119,12 @@ def of_views(schedule: Any, run: Run) -> list[str]:
             silent = {rank for rank, kind in note["kinds"].items() if kind in ("silent", "ended")}
             if not disturbed and (wrong := silent - may_be_silent):
                 found.append(f"ranks {wrong}, which were there, left as {note['kinds']}")
+    overrun_s = dict[int, float]()
+    for rank, note in notes_of(run):
+        overrun_s[rank] = overrun_s.get(rank, 0.0) + note["report"].ranks[rank].overrun_s
+    found += [
+        f"rank {rank} overran by {own_s} s of {run.seconds}" for rank, own_s in overrun_s.items() if own_s > run.seconds
+    ]
     return found + [f"view {number} is {members}" for number, members in views.items() if len(members) > 1]
 
 
@@ -181,7 +199,9 @@ def _of_bound(
     base = merged_at[0] + SLACK_S
     late_at = [base + report.deadline_s]
     late_at += [
-        own.entered_at + report.deadline_s for own in seen.values() if own.entered_at <= base + report.deadline_s
+        own.entered_at + report.deadline_s
+        for rank, own in seen.items()
+        if own.entered_at <= base + report.deadline_s and not _came_late(steps[step - 1][rank]["report"], rank)
     ]
     until = max([done[quorum - 1], *late_at]) + (0.05 if schedule.grace_s is None else schedule.grace_s) + SLACK_S
     ends = {rank: own for rank, own in seen.items() if own.work_over_at in done and not _disturbed(schedule, rank)}
@@ -194,6 +214,11 @@ def _of_bound(
     ]
     words = f"merged before at {merged_at}, work over at {done}, late at {late_at}"
     return [f"step {step} ended on ranks and at {late}, and not by {until:.3f} s; {words}"] * bool(late)
+
+
+def _came_late(report: Any, rank: int) -> bool:
+    """Whether its clock began with its peers', as it was stood in for."""
+    return bool(report.ranks[rank].stood_in)
 
 
 def _quorum(schedule: Any, members: int) -> int:
@@ -214,13 +239,107 @@ def _lags(steps: dict[int, dict[int, dict[str, Any]]], step: int, ranks: Iterabl
 
 def _holds_up(schedule: Any, since: float, until: float) -> bool:
     """Whether something happens between these times that costs the peers more than the deadline."""
+    return any(first - 0.5 <= until and last + 4.0 >= since for first, last in _spans(schedule))
+
+
+def _spans(schedule: Any) -> Iterator[tuple[float, float]]:
+    """From when to when members, links or the store are not as usual."""
     for fault in schedule.faults:
-        if isinstance(fault, Stall | Notice | Clock):
+        if isinstance(fault, Kill):
+            yield fault.at_s, fault.at_s + schedule.suspect_s + 0.02 * fault.turns
+            if fault.back_s is not None:
+                back_at = fault.at_s + fault.back_s
+                yield back_at, back_at + schedule.suspect_s + 0.02 * fault.turns
+        elif isinstance(fault, Freeze | Cut):
+            yield fault.at_s, fault.at_s + fault.for_s + schedule.suspect_s + 0.02 * fault.turns
+        elif isinstance(fault, StoreAway):
+            yield fault.at_s, fault.at_s + fault.for_s
+
+
+def of_lateness(schedule: Any, run: Run) -> list[str]:
+    """Nobody is stopped while nobody waits, nor before the deadline; and so many merged steps wait as may."""
+    found, steps = list[str](), by_step(run)
+    for step, notes in sorted(steps.items()):
+        report = next(iter(notes.values()))["report"]
+        present = [own for own in report.ranks if not own.absent]
+        in_time = sum(not own.late for own in present)
+        were = {own.rank for note in steps.get(step - 1, {}).values() for own in note["report"].ranks if not own.absent}
+        is_usual = were == {own.rank for own in present}
+        if (
+            is_usual
+            and any(own.late and not own.stood_in for own in present)
+            and in_time < _quorum(schedule, len(present))
+        ):
+            found.append(f"step {step}: ranks {report.late_ranks} are late, and {in_time} are in time")
+        if report.step and not any(own.stood_in for own in present) and present and not report.skipped:
+            mean = sum(own.rank + 1 for own in present) / len(present)
+            if not _near(report.scalars.get("own", math.nan), mean):
+                found.append(f"step {step}: the mean of a scalar is {report.scalars}, and not {mean}")
+        found += _stopped_early(schedule, step, notes, steps.get(step - 1, {}), report)
+        if not schedule.members and 0 < schedule.max_lag <= step and not _turns(schedule):
+            first = min(note["seen"].left_at for note in notes.values())
+            taken = steps.get(step - schedule.max_lag, {})
+            slow = {rank for rank, note in taken.items() if note["seen"].left_at > first + CLOCK_S}
+            found += [f"step {step} was merged when ranks {slow} had not taken that {schedule.max_lag} before"] * bool(
+                slow
+            )
+    return found
+
+
+def _turns(schedule: Any) -> bool:
+    return any(getattr(fault, "turns", 0) for fault in schedule.faults)
+
+
+def _stopped_early(schedule: Any, step: int, notes: Any, before: Any, report: Any) -> Iterator[str]:
+    if report.deadline_s == math.inf or schedule.num_parts or schedule.deadline == "Shadow":
+        return
+    grace_s = schedule.grace_s or 0.0
+    for own in report.ranks:
+        if own.absent or not own.late or math.isnan(own.compute_s) or not {own.rank} <= before.keys() & notes.keys():
             continue
-        lasts = 8.0 if isinstance(fault, Kill) else fault.for_s + 4.0
-        if fault.at_s - 0.5 <= until and fault.at_s + lasts >= since:
-            return True
-    return any(isinstance(own, Kill) and own.back_s is not None for own in schedule.faults) and schedule.members
+        last = before[own.rank]["report"].ranks[own.rank]
+        if last.late or last.stood_in or last.absent or before[own.rank]["seen"].work_over_at is None:
+            continue
+        if own.compute_s < report.deadline_s + grace_s * own.stood_in - CLOCK_S:
+            yield f"step {step}: rank {own.rank} had {own.compute_s} s, and not {report.deadline_s}, of grace {grace_s}"
+
+
+def of_the_store(schedule: Any, run: Run) -> list[str]:
+    """Who has it is not told to lack it."""
+    away = [(fault.at_s, fault.at_s + fault.for_s) for fault in schedule.faults if isinstance(fault, StoreAway | Cut)]
+    away += [(fault.at_s, fault.at_s + fault.for_s) for fault in schedule.faults if isinstance(fault, Freeze)]
+    if _turns(schedule) or schedule.members:
+        return []
+    return [
+        f"rank {rank}, step {note['step']}: ranks {note['report'].ranks_without_store} are without the store"
+        for rank, note in notes_of(run)
+        if rank in note["report"].ranks_without_store
+        and not note["report"].ranks[rank].stood_in
+        and not any(first <= note["at"] and note["seen"].entered_at <= last + 15.0 for first, last in away)
+    ]
+
+
+def of_deadlines(schedule: Any, run: Run) -> list[str]:
+    """A fixed one is that of each step but the first."""
+    try:
+        fixed = float(schedule.deadline)
+    except ValueError:
+        fixed = math.inf
+    if schedule.deadline not in ("None", "Shadow") and fixed == math.inf:
+        return []
+    found, was_in = list[str](), dict[int, int]()
+    for rank, note in notes_of(run):
+        step, deadline_s = note["step"], note["report"].deadline_s
+        if step in (0, was_in.get(rank, -2) + 1) and deadline_s != (fixed if step else math.inf):
+            found.append(f"rank {rank}, step {step}: a deadline of {deadline_s} s")
+        was_in[rank] = step
+    return found
+
+
+def members_of(run: Run) -> set[int]:
+    """The last view that was seen."""
+    views = [note for notes in run.notes.values() for note in notes if "generation" in note]
+    return set(max(views, key=lambda note: note["generation"])["members"]) if views else set(range(len(run.results)))
 
 
 def chained(notes: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:

@@ -39,6 +39,9 @@ class Seen:
     weight: float = 1.0
     begun: list[int] = field(default_factory=list)  # parts of a pool, or micro-batches
     done: list[int] = field(default_factory=list)
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    away_s: float = 0.0  # before the step
     work_over_at: float | None = None  # it came to the end of the block, and was not stopped
     left_at: float = 0.0
     left_early: bool = False  # the block, by the loop's own will
@@ -90,6 +93,7 @@ class Loop:
             lambda report: rank.note(generation=report.generation, members=report.ranks, kinds=dict(report.left_kinds))
         )
         self._expected, self._next_step, self._was_in = Expected(self._plan), 0, -2
+        self._away_s = 0.0
 
     def _slow_layers(self, slow: float) -> None:
         for layer in self.module.layers:
@@ -124,12 +128,13 @@ class Loop:
         for other, at, seconds in self.schedule.away:
             if (other, at) == (self.rank.number, self._step):
                 self.rank.work(seconds)
+                self._away_s += seconds
 
     def _one_step(self) -> bool:
         """One step; whether it was this process's last one."""
         rank, schedule, model, departure = self.rank, self.schedule, self.model, None
         before = gradients_of(self.module)
-        seen = Seen(rank.now)
+        seen, self._away_s = Seen(rank.now, away_s=self._away_s), 0.0
         with model.step(schedule.num_microbatches) as opened:
             if schedule.raises == (rank.number, self._step):
                 raise OwnError
@@ -138,6 +143,7 @@ class Loop:
                 departure.ask()
             if schedule.weighs and not schedule.num_parts:
                 opened.weight = seen.weight = 1 + int(3 * at_random("weight", rank.number, self._step))
+            opened.log(own=float(rank.number + 1))
             self._passes(opened, seen)
             seen.work_over_at = rank.now
         seen.left_at = rank.now
@@ -153,7 +159,11 @@ class Loop:
                 return
             seen.begun.append(part)
             factors = [factor_of(plan, rank.number, self._step, part, layer) for layer in range(NUM_LAYERS)]
-            (self.model(factors) / plan.num_microbatches).backward()
+            began_at = rank.now
+            loss = self.model(factors) / plan.num_microbatches
+            seen.forward_s += (between := rank.now) - began_at
+            loss.backward()
+            seen.backward_s += rank.now - between
             seen.done.append(part)
 
     def _after(self, seen: Seen, before: dict[str, float | None]) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from always import chained, notes_of, problems_in
+from always import chained, members_of, notes_of, problems_in
 from scales import at_random
 from schedule_loop import Loop, OwnError
 
@@ -47,6 +47,7 @@ from straggle import (
 from straggle.backward import stages
 from straggle.lab.world.faults import Clock, Cut, Freeze, Kill, Notice, Stall, StoreAway
 from straggle.lab.world.run import Broken, Fault, Run, run_world
+from straggle.members.membership import TooFewRanks
 
 LONGEST_S = 400.0
 DECAY = 0.5
@@ -85,6 +86,7 @@ class Schedule:
     grace_s: float | None = 0.02
     suspect_s: float = 2.0
     absence_gain: float = 1.1
+    give_up_s: float = 300.0
     faults: tuple[Fault, ...] = ()
 
     def options(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -112,7 +114,7 @@ class Schedule:
         return {
             "deadline": deadline,
             "estimator": estimators.get(self.estimator) or OptimizerMomentum(optimizer, 0.5),
-            "late_handling": LateHandling(grace_s=self.grace_s, **late),
+            "late_handling": LateHandling(grace_s=self.grace_s, give_up_s=self.give_up_s, **late),
             "merge": Merge("mean" if self.buffers == "none" else self.buffers, **merge),
             "members": Elastic(1, self.suspect_s, self.absence_gain) if self.members else None,
             "links": False,
@@ -182,6 +184,7 @@ def _with_more(chance: random.Random, schedule: Schedule, length_s: float) -> Sc
     now_and_then(0.15, grace_s=pick([None, 0.0, 0.1]))
     now_and_then(0.15, suspect_s=pick([0.5, 1.0, 5.0]))
     now_and_then(0.3, absence_gain=math.inf)
+    now_and_then(0.2, give_up_s=18.0)  # shorter than one may be away between two steps, and longer than in one
     if not schedule.num_parts:
         leaves = tuple((chance.randrange(ranks), chance.randrange(schedule.steps)) for _ in range(pick([1, 2, 4])))
         now_and_then(0.15, leaves=leaves)
@@ -192,7 +195,8 @@ def _with_more(chance: random.Random, schedule: Schedule, length_s: float) -> Sc
     at_s = round(chance.uniform(0.0, length_s), 3)
     if schedule.members:
         now_and_then(0.15, faults=(*schedule.faults, Notice(chance.randrange(ranks - 1), at_s)))
-        now_and_then(0.1, faults=(*schedule.faults, StoreAway(at_s, pick([0.05, 1.0, 4.0]), empties=True)))
+        if all(step for _, step, _ in schedule.away):  # or its members may not know yet that all have wrapped the model
+            now_and_then(0.1, faults=(*schedule.faults, StoreAway(at_s + 1, pick([0.05, 1.0, 4.0]), empties=True)))
     now_and_then(0.02, steps=pick([60, 100, 150]))
     return schedule
 
@@ -247,6 +251,8 @@ def problems_of(schedule: Schedule) -> list[str]:
     found = []
     killed = {fault.rank for fault in schedule.faults if isinstance(fault, Kill) and fault.back_s is None}
     fails = (killed or schedule.raises is not None) and not schedule.members
+    state_is_lost = schedule.members and members_of(done) <= _may_end(schedule)
+    fails = fails or (state_is_lost and any(isinstance(result, TooFewRanks) for result in done.results))
     for rank, result in enumerate(done.results):
         if isinstance(result, list):
             found += [f"rank {rank}: {problem}" for problem in result]
@@ -274,6 +280,12 @@ def problems_of(schedule: Schedule) -> list[str]:
         most = max((note["step"] for _, note in notes_of(done)), default=-1)
         found += [f"the job ended after step {most} of {schedule.steps}"] * (most != schedule.steps - 1)
     return found + problems_in(schedule, done)
+
+
+def _may_end(schedule: Schedule) -> set[int]:
+    """Ranks whose processes may end before the job does."""
+    ends = {fault.rank for fault in schedule.faults if isinstance(fault, Kill | Notice)}
+    return ends | ({schedule.raises[0]} if schedule.raises else set())
 
 
 def _unharmed(schedule: Schedule) -> set[int]:
@@ -306,7 +318,7 @@ def shortened(schedule: Schedule, limit_s: float = 120.0) -> Schedule:
         fewer += [replace(own, away=own.away[:n] + own.away[n + 1 :]) for n in range(len(own.away))]
         names = ("estimator", "granularity", "wire_dtype", "num_microbatches", "num_parts", "weighs", "joins", "nan")
         names += ("slow", "in_buckets", "check_every", "max_lag", "deadline", "raises", "leaves", "zero_every")
-        names += ("buffers", "grace_s", "suspect_s", "absence_gain", "quorum")
+        names += ("buffers", "grace_s", "suspect_s", "absence_gain", "quorum", "give_up_s")
         fewer += [
             _with_fault(own, n, replace(fault, turns=0)) for n, fault in enumerate(own.faults) if _has_turns(fault)
         ]
@@ -376,6 +388,8 @@ def main(words: list[str]) -> int:
         faults.update(type(fault).__name__ for fault in schedule.faults)
         found = problems_of(schedule)
         at_random.cache_clear()
+        if len(seeds) % 20 == 0:
+            gc.collect()
         if found:
             failed += 1
             _say(f"seed {seed}: {found[0][:1500]}\n  {schedule!r}")
