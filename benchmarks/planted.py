@@ -16,16 +16,16 @@ schedules lack.
 import os
 import re
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import count, islice
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch  # noqa: F401  # by this process alone, which forks one for each fault
 from planted_faults import FAULTS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,11 +35,7 @@ MORE_S = 300.0  # for a schedule that was begun in time: the world itself ends o
 FAILED = re.compile(r"^seed (\d+): (.*)$", re.MULTILINE)
 RUN = re.compile(r"^(\d+) schedules from seed", re.MULTILINE)
 SAID = 60  # characters of what failed
-KINDS: dict[str, Callable] = {
-    "members/": lambda schedule: schedule.members and schedule.faults,
-    "pools/": lambda schedule: schedule.num_parts,
-    "loop/uneven": lambda schedule: schedule.joins,
-}
+KINDS = {"members/": "members", "pools/": "pool", "loop/uneven": "join"}
 
 
 @dataclass(frozen=True)
@@ -65,61 +61,78 @@ def copy_with(fault, folder):
         path.write_text(fault.into(path.read_text()))
 
 
-def seeds_for(fault, number, good):
-    """The seeds to try: ``good`` ones, by how often they have found a fault, and drawn ones of its kind."""
-    sys.path.insert(0, str(ROOT / "tests" / "support"))
-    from schedules import draw
-
-    kinds = [kind for part, kind in KINDS.items() if fault is not None and fault.file.startswith(part)]
-    first = [seed for seed, _ in good.most_common(number)]
-    drawn = (seed for seed in count(1) if seed not in good and all(kind(draw(seed)) for kind in kinds))
-    return first + list(islice(drawn, number - len(first)))
-
-
-def try_out(fault, seeds, minutes):
-    """What comes of these schedules, or as many as are run in this time."""
+def try_out(fault, words, minutes):
+    """What comes of the schedules that these words say, or of as many as are run in this time."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="planted-") as name:
         folder = Path(name)
         copy_with(fault, folder)
-        words = [f"these={','.join(map(str, seeds))}", f"minutes={minutes}", "most=1"]
-        try:
-            done = subprocess.run(
-                [sys.executable, "tests/support/schedules.py", *words],
-                cwd=folder,
-                env={**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
-                capture_output=True,
-                text=True,
-                timeout=60 * minutes + MORE_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return Outcome(None, "?", "hang", time.monotonic() - began)
-    return outcome_of(done, time.monotonic() - began)
+        with (folder / "said").open("w") as said:
+            process = os.fork() or run_forked(folder, [*words, f"minutes={minutes}", "most=1"], said.fileno())
+        status = status_of(process, began + 60 * minutes + MORE_S)
+        text = (folder / "said").read_text()
+    seconds = time.monotonic() - began
+    return Outcome(None, "?", "hang", seconds) if status is None else outcome_of(status, text, seconds)
 
 
-def find(fault, seeds, minutes, bad):
-    """What comes of these schedules; one that fails without the fault, too, is added to ``bad`` and left out."""
-    began, outcome = time.monotonic(), try_out(fault, seeds, minutes)
-    while outcome.seed is not None and try_out(None, [outcome.seed], minutes).found:
+def run_forked(folder, words, output):
+    """Run the schedules in this process, which was forked, with the package in ``folder``; never returns."""
+    status = 2
+    try:
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.chdir(folder)
+        sys.path[:0] = [str(folder), str(folder / "tests" / "support")]
+        import schedules
+
+        status = schedules.main(words)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def status_of(process, until):
+    """The exit status of this process; ``None`` if it was not over by then, and was killed."""
+    while time.monotonic() < until:
+        done, status = os.waitpid(process, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    return None
+
+
+def find(fault, schedules, minutes, good, bad):
+    """What comes of so many schedules; one that fails without the fault, too, is added to ``bad`` and left out."""
+    kinds = [f"kind={kind}" for part, kind in KINDS.items() if fault.file.startswith(part)]
+    first, began, tried = 1, time.monotonic(), 0
+    these = [seed for seed, _ in good.most_common(schedules)]
+    while (left := minutes - (time.monotonic() - began) / 60) > 0 and tried < schedules:
+        words = [f"seeds={schedules - tried}", f"first={first}", *kinds]
+        outcome = try_out(fault, words + [f"these={','.join(map(str, these))}"] * bool(these), left)
+        tried += int(outcome.after or 0) if outcome.seed is not None else schedules
+        if outcome.seed is None or not try_out(None, [f"these={outcome.seed}", "seeds=1"], minutes).found:
+            return replace(outcome, after=outcome.after and str(tried), seconds=time.monotonic() - began)
         bad.add(outcome.seed)
-        seeds = seeds[seeds.index(outcome.seed) + 1 :]
-        left = minutes - (time.monotonic() - began) / 60
-        if not seeds or left <= 0:
-            return Outcome(None, "", "the schedules that failed do without it, too", outcome.seconds)
-        outcome = try_out(fault, seeds, left)
-    return outcome
+        if outcome.seed in these:
+            these = these[these.index(outcome.seed) + 1 :]
+        else:
+            these, first = [], outcome.seed + 1
+    return Outcome(None, "", "the schedules that failed do without it, too", time.monotonic() - began)
 
 
-def outcome_of(done, seconds):
+def outcome_of(status, text, seconds):
     """By what the schedules have written, and the status."""
-    if done.returncode == 1 and (failed := FAILED.search(done.stdout)):
-        number = RUN.search(done.stdout)
-        return Outcome(int(failed[1]), number[1] if number else "?", failed[2], seconds)
-    if done.returncode:
-        error = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
-        return Outcome(None, "", f"status {done.returncode}: {error}", seconds)
-    said = (done.stdout.strip().splitlines() or [""])[-1]
+    if status == 1 and (failed := FAILED.search(text)):
+        number = RUN.search(text)
+        return Outcome(int(failed[1]), number[1] if number else "1", failed[2], seconds)
+    said = (text.strip().splitlines() or ["nothing was said"])[-1]
+    if status:
+        return Outcome(None, "", f"status {status}: {said}", seconds)
     return Outcome(None, "", said.partition(";")[0], seconds)
 
 
@@ -145,7 +158,7 @@ def main(words):
     options = {**USUAL, **given}
     faults, good, bad = chosen(options["only"]), Counter(), set()
     schedules, minutes = int(options["schedules"]), float(options["minutes"])
-    without = try_out(None, seeds_for(None, schedules, good), minutes)
+    without = try_out(None, [f"seeds={schedules}", "first=1"], minutes)
     if without.found or not without.what.endswith(" 0 failed"):
         sys.exit(f"without any fault: {without.what} (seed {without.seed})")
     print(f"without any fault: {without.what}\n", flush=True)
@@ -153,7 +166,7 @@ def main(words):
     print("| --- | --- | --- | --- | --- | --- |", flush=True)
     number = 0
     for fault in faults:
-        outcome = find(fault, [seed for seed in seeds_for(fault, schedules, good) if seed not in bad], minutes, bad)
+        outcome = find(fault, schedules, minutes, good, bad)
         number += outcome.found
         good.update([outcome.seed] * (outcome.seed is not None))
         print(row(fault, outcome), flush=True)

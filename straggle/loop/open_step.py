@@ -618,7 +618,8 @@ class OpenStep(PassWatcher):
             took_part = self._rank.replica.place not in merged.table.absent_ranks()
             self._state.apply(merged.buffers.state, merged, took_part=took_part)
         if not merged.table.is_usual and merged.table.nothing_to_apply():
-            self._hand_out(merged, [kept.get(index) for index in range(len(views))])
+            own = [view.copy_(kept[index]) if index in kept else None for index, view in enumerate(views)]
+            self._hand_out(merged, own)
             self._fill(merged, range(len(views)))
             return
         shares = merged.buffers.normalize()
@@ -675,6 +676,7 @@ class OpenStep(PassWatcher):
             elif (substitute := fill_in.substitute(slot.parameter)) is not None:  # no rank has anything
                 gradient = view.copy_(substitute)
             if index in kept:
-                gradient = kept[index] if gradient is None else gradient.add_(kept[index])
+                # in the buffer in any case: by that the next step knows it from what a loop has put there
+                gradient = view.copy_(kept[index]) if gradient is None else gradient.add_(kept[index])
             gradients.append(gradient)
         return gradients

@@ -73,6 +73,9 @@ class StoreCounters:
             expected = found if _is_free(found, step, request) else _NO_OWNER
             self.num_requests += 1
             found = store.compare_set(key, expected, f"{step} {_word(request)}").decode()
+            if expected and found == expected:  # there is no such key any more: the store was started again, empty
+                found = ""
+                continue
             of_step, _, word = found.partition(" ")
             if found and int(of_step) > step:
                 self._last[request.rank] = found

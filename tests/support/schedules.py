@@ -1,7 +1,8 @@
 """Schedules of a simulated world: jobs and faults drawn by a number, and what must hold of each.
 
 ``python tests/support/schedules.py [seeds=N | minutes=M] [first=SEED] [most=FAILURES] [shorten=yes]`` runs them one
-after another, or ``these=SEED,SEED,...``. What fails is printed as a line of a test, as short as it can be made.
+after another; ``these=SEED,SEED`` come first, and ``kind=members`` leaves out others. What fails is printed as a line
+of a test, as short as it can be made.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -342,6 +343,14 @@ def _say(words: str) -> None:
     sys.stdout.flush()
 
 
+KINDS: dict[str, Callable[[Schedule], object]] = {
+    "": lambda _: True,
+    "members": lambda schedule: schedule.members and schedule.faults,
+    "pool": lambda schedule: schedule.num_parts,
+    "join": lambda schedule: schedule.joins,
+}
+
+
 @dataclass(frozen=True)
 class _Given:
     """What the command was given."""
@@ -358,15 +367,35 @@ def _given(words: list[str]) -> _Given:
     for word in words:
         key, _, value = word.partition("=")
         try:
-            if key not in ("seeds", "minutes", "first", "most", "shorten", "these"):
-                raise ValueError(word)
-            given[key] = list(map(int, value.split(","))) if key == "these" else value == "yes" or float(value)
-        except ValueError:
+            given[key] = _WORDS[key](value)
+        except (KeyError, ValueError):
             raise ValueError(word) from None
-    first = int(given.get("first", random.SystemRandom().randrange(10**9)))
-    seeds = given.get("these") or itertools.islice(itertools.count(first), int(given.get("seeds", 10**9)))
-    limit_s = 60 * given.get("minutes", math.inf if {"seeds", "these"} & given.keys() else 1)
+    these, first = given.get("these", []), given.get("first", random.SystemRandom().randrange(10**9))
+    kind = KINDS[given.get("kind", "")]
+    drawn = (seed for seed in itertools.count(first) if seed not in these and kind(draw(seed)))
+    seeds = itertools.islice(itertools.chain(these, drawn), given.get("seeds", 10**9))
+    limit_s = 60 * given.get("minutes", math.inf if "seeds" in given else 1)
     return _Given(seeds, limit_s, given["most"], "shorten" in given)
+
+
+def _one_of(words: Iterable[str]) -> Callable[[str], str]:
+    def chosen(word: str) -> str:
+        if word not in words:
+            raise ValueError(word)
+        return word
+
+    return chosen
+
+
+_WORDS: dict[str, Callable[[str], Any]] = {
+    "seeds": int,
+    "minutes": float,
+    "first": int,
+    "most": float,
+    "shorten": _one_of(["yes"]),
+    "these": lambda value: list(map(int, value.split(","))),
+    "kind": _one_of(KINDS),
+}
 
 
 def main(words: list[str]) -> int:
@@ -374,7 +403,7 @@ def main(words: list[str]) -> int:
     try:
         given = _given(words)
     except ValueError as error:
-        _say(f"{error}: give seeds=N, minutes=M, first=SEED, these=SEED,SEED, most=FAILURES or shorten=yes")
+        _say(f"{error}: give seeds=N, minutes=M, first=SEED, these=SEED,SEED, kind=KIND, most=FAILURES or shorten=yes")
         return 2
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)

@@ -14,7 +14,7 @@ from torch import nn
 
 import straggle
 from straggle import Elastic, StagedDataParallel, world
-from straggle.lab.world.faults import Cut, Freeze, Kill, Stall
+from straggle.lab.world.faults import Cut, Freeze, Kill, Stall, StoreAway
 from straggle.lab.world.run import Broken, parameters_of, run_world
 from straggle.merge.late.sides import MergeSide
 
@@ -209,6 +209,34 @@ FOUND: list[Schedule] = [
         away=((2, 1, 3.0),),
         faults=(Freeze(0, 0.203, 2.2), Freeze(0, 1.018, 0.251)),
     ),
+    # let in again, its stand-in waits for the view after the last step when the loop is over: it ends with the model
+    Schedule(
+        5135,
+        3,
+        12,
+        True,
+        "None",
+        num_microbatches=3,
+        slow=(1.0, 1.0, 1.5),
+        away=((0, 10, 0.5),),
+        faults=(Cut(0, 2.429, 3.0), Freeze(0, 0.069, 2.2, turns=119)),
+    ),
+    # the store comes back empty: who had a share of the pool is not known there, and is not asked for ever
+    Schedule(
+        5213,
+        2,
+        6,
+        True,
+        "FirstK",
+        "LastMerged",
+        max_lag=1,
+        num_parts=5,
+        joins=True,
+        away=((0, 1, 0.1), (1, 1, 0.5)),
+        faults=(Cut(0, 0.854, 0.086), Freeze(1, 0.411, 0.867), StoreAway(1.438, 1.0, empties=True)),
+    ),
+    # no rank has merged anything for a layer whose gradient is kept: in the step after it is still a kept one
+    Schedule(5124, 3, 25, deadline="0.05", num_parts=8, joins=True, nan=0.05, zero_every=3),
     # killed while it ended, with all others gone, and started again: it is no live member for itself
     Schedule(
         700134,

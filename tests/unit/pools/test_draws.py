@@ -81,3 +81,12 @@ def test_late_answer_of_a_lost_store_beside_a_new_request_removes_no_counter_tha
     counters.meets = counters.num_requests + 2  # when the old counter is about to be removed
     assert counters.ask(store, 40, Count(None, 1)) == 1
     assert counters.ask(store, 80, Count(None, 1)) == 2
+
+
+@pytest.mark.parametrize("request_", [Claim(0, "own"), Release(0, (1, 2)), Seize(0)])
+def test_share_whose_store_was_started_again_and_is_empty_has_no_owner(request_):
+    store, counters = HashStore(), StoreCounters(0)
+    counters.ask(store, 4, Claim(0, "own"))
+    store.delete_key("pool/owner/0")
+    assert counters.ask(store, 5, request_) == StoreCounters(0).ask(HashStore(), 5, request_)
+    assert store.get("pool/owner/0").startswith(b"5 ")
