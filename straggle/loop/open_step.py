@@ -9,7 +9,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -21,8 +21,8 @@ from straggle.backward.compiled import come_at_once, not_compiled
 from straggle.backward.hooks import DeadlineReached, HasGradient, release_graph, tensors_in
 from straggle.backward.passes import PassWatcher, current_run
 from straggle.backward.stages import PlanLearner, StagePlan
-from straggle.backward.step_in_parts import StepInParts
 from straggle.loop.by_hand import ByHand, Unreached, check_dense
+from straggle.loop.in_step import NO_RUN, EarlySteps, InStep
 from straggle.loop.stop_rules import ByClock, NoData
 from straggle.merge.checks import check_passes_to_come
 from straggle.merge.late.sides import Entry
@@ -30,14 +30,14 @@ from straggle.merge.round.buffers import Share, StageBuffers
 from straggle.merge.round.coordinator import Coordinator
 from straggle.merge.round.rank_parts import RankParts
 from straggle.merge.round.round import Round
-from straggle.merge.round.step_passes import AnyPasses, Passes
+from straggle.merge.round.step_passes import AnyPasses, Passes, StopRule
 from straggle.merge.state.exchange import Given
 from straggle.merge.state.module_state import ModuleState
 from straggle.merge.wire.channel import PeerFailed
 from straggle.policies.estimators import FillIn
 from straggle.report import Phase
 from straggle.source.chunks import GradientChunks
-from straggle.source.kept import NONE, UNDECIDED, KeptGradients
+from straggle.source.kept import NONE, UNDECIDED
 from straggle.source.source import GradientSource
 from straggle.step import Step
 
@@ -47,8 +47,6 @@ _OF_ANOTHER = (
     ". It is another model's step that is open, and this model has a gradient for {0}: freeze this one during that "
     "pass, by requires_grad_(False) and afterwards (True), or open both steps, `with first.step(), second.step():`"
 )
-_NOTHING_KEPT = KeptGradients(())
-_NO_RUN = -2  # is no number of a run, nor that of being outside of all
 
 
 class _OnThread(threading.local):
@@ -83,7 +81,6 @@ class OpenStep(PassWatcher):
         self.step: Step | None = None
         self.usable: Tensor | None = None  # on the device, whether the step that was left last is to change anything
         self.num_announced = 1  # backward passes of the step that was left last
-        self.at_once = False  # behind the last forward pass, backward has all gradients when it has one
         self._source, self._slots = source, source.slots
         self._by_hand = ByHand(source)
         self._coordinator, self._training = coordinator, coordinator.training
@@ -99,17 +96,14 @@ class OpenStep(PassWatcher):
         # a backward pass that was begun is not stopped
         self._complete_microbatches = coordinator.deadline.late_handling.granularity == "microbatch"
         self._device_clock = rank.device_clock
-        self.on_backward: Callable[[], None] | None = None  # when a backward pass is over for the most part
         self._merged: weakref.ref[StageBuffers] | None = None  # the buffers of the step that was left last
         self._last_kept: tuple[int, tuple[int, ...]] = (NONE, ())  # as the peers, and as this rank, decided last
         self.groups = GradientChunks(self._slots)
-        self._grouped_run = _NO_RUN  # of the engine, whose gradients wait for their group
         self._waiting = coordinator.waiting
-        self._optimizing: StepInParts | None = None  # of the last step that was entered
         self._stood_in = False  # in the step that was left last
         self._on_thread = _on_thread.steps
         self._on_thread.add(self)
-        self._cut_in: Phase | None = None  # where another model's lateness left the code of this step, too
+        self._now = InStep(self._by_clock)  # the step that it is in, or was in last
         self.unreached, self._fills = Unreached(), fills
 
     # -- the two ends of the block
@@ -120,7 +114,6 @@ class OpenStep(PassWatcher):
         ``checked``: the ranks compare what they hold in this step.
         """
         self._watch_step()
-        self._cut_in = None
         if self._on_thread is not _on_thread.steps:  # kept, since hooks may be called on a device's thread
             self._on_thread = _on_thread.steps
             self._on_thread.add(self)
@@ -129,30 +122,20 @@ class OpenStep(PassWatcher):
         if self.unreached.there:
             self.unreached.clear()
         last = None if self._merged is None else self._merged()
-        self._kept = self._source.keep(() if last is None else last.views)
         rule = entry.rule or self._by_clock
-        self._idle = entry.idle and not rule.stops_idle
-        self.rule = NoData(self._training) if self._idle else rule
-        self._passes_with_data = sys.maxsize  # fewer than were announced if the loop runs out of data
-        self.stopped = False
-        self._num_forward = 0  # passes that were finished
-        self._in_forward = False
-        self.at_once = False
-        self._num_timed = 0  # micro-batches whose end was noted
-        self._num_taken = 0  # gradients
-        self._most = max(1, 3 * len(self._slots) // 4)
-        self._grouped_run = _NO_RUN
-        self._left = step.num_microbatches * len(self._slots)  # gradients after which nothing is left to stop
-        self._num_checks = 0  # how often the pass asked whether to go on
-        self._optimizing = None if step.optimizer is None else StepInParts(step.optimizer)
-        self._num_early = 0  # buckets that are merged and looked at while others travel
-        self._early: set[int] = set()  # parameters that were stepped so
-        self.num_fruitless = 0  # passes that came through the model's output and gave no parameter a gradient
+        idle = entry.idle and not rule.stops_idle
+        self._now = InStep(
+            NoData(self._training) if idle else rule,
+            kept=self._source.keep(() if last is None else last.views),
+            idle=idle,
+            left=step.num_microbatches * len(self._slots),
+            most=max(1, 3 * len(self._slots) // 4),
+            early=None if step.optimizer is None else EarlySteps(step.optimizer),
+        )
         self._by_hand.enter(checked=checked)
-        self._outputs: list[weakref.ref[Tensor]] = []
         self._learner.step_begins()
         self.stopwatch.enter("data")
-        if (kept := self._kept.mark) != entry.kept:
+        if (kept := self._now.kept.mark) != entry.kept:
             entry = entry._replace(kept=kept)
         self._state.begin(checked=checked)
         if self._device_clock is not None:
@@ -166,55 +149,79 @@ class OpenStep(PassWatcher):
         if plan is not None:
             self.groups.follow(plan)
 
+    # -- what others see of the step that it is in, or was in last
+
     @property
     def idle(self) -> bool:
         """Whether this rank has no data for the step."""
-        return self._idle
+        return self._now.idle
+
+    @property
+    def rule(self) -> StopRule:
+        """What ends the rank's part."""
+        return self._now.rule
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the rule has stopped it."""
+        return self._now.stopped
+
+    @property
+    def at_once(self) -> bool:
+        """Whether backward has all gradients when it has one, as in a compiled model."""
+        return self._now.at_once
+
+    @property
+    def num_fruitless(self) -> int:
+        """Passes that came through the model's output and gave no parameter a gradient."""
+        return self._now.num_fruitless
+
+    # -- while it is open
 
     def use(self, made: Callable[[Passes], AnyPasses]) -> AnyPasses:
         """The step has the passes that ``made(those that it has)`` gives, which is called with the lock held."""
         assert self.step is not None
         passes = self._coordinator.change_passes(made)
         self.step.has_passes(number := max(1, passes.number))
-        self._left = sys.maxsize if passes.is_open else number * len(self._slots)
+        self._now.expect(sys.maxsize if passes.is_open else number * len(self._slots))
         return passes
 
     def call_on_backward(self, call: Callable[[], None]) -> None:
         """Call this in the open step, whenever a backward pass is over for the most part."""
-        self.on_backward = call
+        self._now.call_on_backward(call)
 
     def out_of_data(self) -> None:
         """The loop has no more data, and its batches for the rest of the open step are not computed."""
-        if self.step is not None and not (self._idle or self.stopped):
+        if self.step is not None and not (self._now.idle or self._now.stopped):
             self.settle()
             self.end_data(self.num_over)
 
     def end_data(self, num_passes: int) -> None:
         """This rank has data for so many passes of the step: these count, and the block ends where another begins."""
         assert self.step is not None
-        most = min(self.step.num_microbatches, self._passes_with_data)
+        most = min(self.step.num_microbatches, self._now.passes_with_data)
         if num_passes >= most or not self._training.passes.follow_loop:
             return
-        self._passes_with_data, self._left = num_passes, num_passes * len(self._slots)
+        self._now.has_data_for(num_passes, num_passes * len(self._slots))
         self._coordinator.end_data(num_passes)
         if num_passes == 0:
-            self._idle = True
+            self._now.has_no_data()
             self._end_without_data()
 
     def _end_without_data(self) -> None:
         """Nothing more of the step is begun, if the rank has no data for it."""
-        if self.num_over >= self._passes_with_data:
-            self.rule = NoData(self._training)
+        if self.num_over >= self._now.passes_with_data:
+            self._now.end_by(NoData(self._training))
 
     def expect(self, number: int) -> None:
         """The step has this many backward passes. Raises if that comes too late (`Step.num_microbatches`)."""
         assert self.step is not None
-        if self._passes_with_data < sys.maxsize or not self._training.passes.follow_loop:
+        if self._now.passes_with_data < sys.maxsize or not self._training.passes.follow_loop:
             return
         self.settle()
         check_passes_to_come(number, self.num_over, self.step.num_microbatches)
         self._coordinator.change_passes(lambda passes: passes.of_number(number))
-        self._left = number * len(self._slots)
+        self._now.expect(number * len(self._slots))
 
     def leave(self, error: BaseException | None) -> Round | None:
         """Merge, and put the merged gradients in place; ``None`` if the user's code failed, which peers then know.
@@ -224,11 +231,11 @@ class OpenStep(PassWatcher):
         step, only_late = self.step, isinstance(error, DeadlineReached)
         assert step is not None
         # a loop that swallows even a BaseException comes here without one, and has not computed everything all the same
-        cut = only_late or self.stopped or self._cut_in is not None
-        truncated = cut and (self._idle or self.num_over < self._passes_with_data)
-        if truncated and not self.stopped and self._cut_in is not None:
-            truncated = self._num_taken < self._left  # the other model's pass had given this one all
-            self.stopwatch.enter(self._cut_in)
+        cut = only_late or self._now.stopped or self._now.cut_in is not None
+        truncated = cut and (self._now.idle or self.num_over < self._now.passes_with_data)
+        if truncated and not self._now.stopped and self._now.cut_in is not None:
+            truncated = self._now.num_taken < self._now.left  # the other model's pass had given this one all
+            self.stopwatch.enter(self._now.cut_in)
         self.settle()
         try:
             if error is not None and not only_late:
@@ -246,15 +253,16 @@ class OpenStep(PassWatcher):
                 failed=failed,
                 scalars=step.scalars,
                 given=self._give_state(truncated=truncated),
-                abstain=self.rule.abstains,
-                on_merged=None if self._optimizing is None else self._step_early,
+                abstain=self._now.rule.abstains,
+                on_merged=None if self._now.early is None else self._step_early,
             )
         finally:
             self.num_announced, self.last_passes = step.num_microbatches, self._training.passes
-            self.last_left_at = self._num_checks if self.stopped else None
-            self.step, self._grouped_run, self.on_backward = None, _NO_RUN, None
+            self.last_left_at = self._now.num_checks if self._now.stopped else None
+            self.step = None
+            self._now.take_no_more()
             if isinstance(error, DeadlineReached):
-                release_graph(error, self._outputs)
+                release_graph(error, self._now.outputs)
         self._stood_in = merged.stood_in
         if self._vote is not None and not merged.stood_in:
             self._vote.forget_waits()
@@ -269,30 +277,35 @@ class OpenStep(PassWatcher):
             self._note_device_numbers(merged, step.on_device)
         if self._device_clock is not None:
             self._device_clock.placed()
-        if self._optimizing is not None:
+        if self._now.early is not None:
             self.stopwatch.enter("optimizer")
-            self._optimizing.finish()
-            self._optimizing = None  # lets go of the optimizer and the gradients
+            self._now.early.parts.finish()
             self.stopwatch.stepped()
-        self._kept = _NOTHING_KEPT  # lets go of what was there before
+        self._now.let_go()
         return merged
 
     def release(self, error: DeadlineReached) -> None:
         """A pass was left late, and the step goes on: free what the pass holds."""
         self.settle()
         self._source.step_over(left=True)
-        release_graph(error, self._outputs)
-        self._outputs.clear()
+        release_graph(error, self._now.outputs)
+        self._now.outputs.clear()
 
     @property
     def optimizing(self) -> bool:
         """Whether an optimizer is being stepped by this step, and not by the loop."""
-        return self._optimizing is not None and self._optimizing.running
+        return self._now.early is not None and self._now.early.parts.running
 
     def passes_came_short(self, merged: Round) -> bool:
         """Whether passes may be missing by mistake, and not for want of time or data, or by a rule without a clock."""
-        explained = self.failed or self.stopped or self._cut_in is not None or merged.stood_in or self._idle
-        return not explained and self.rule.by_clock and self._training.passes.follow_loop
+        now = self._now
+        explained = self.failed or now.stopped or now.cut_in is not None or merged.stood_in or now.idle
+        return not explained and now.rule.by_clock and self._training.passes.follow_loop
+
+    @property
+    def _stepped_early(self) -> Collection[int]:
+        """Parameters that were stepped in the block, while other buckets travelled."""
+        return () if self._now.early is None else self._now.early.parameters
 
     # -- forward
 
@@ -306,24 +319,22 @@ class OpenStep(PassWatcher):
         if self.step.between:  # an evaluation between two micro-batches
             return False
         self.settle()
-        if self.stopped:  # in an earlier micro-batch, whose phase is the cause
+        if self._now.stopped:  # in an earlier micro-batch, whose phase is the cause
             self._leave_pass()
         self.stopwatch.enter("forward")
-        if self._num_timed < self.num_over:  # its first forward pass ends the micro-batch before it
-            self._num_timed += 1
+        if self._now.num_timed < self.num_over:  # its first forward pass ends the micro-batch before it
+            self._now.microbatch_noted()
             self._training.microbatch_finished()
         self._end_without_data()
         self.check()
-        self._in_forward = True
+        self._now.forward_begins()
         return True
 
     @not_compiled
     def forward_over(self, output: Any) -> None:
         """It came to its end."""
-        self._in_forward = False
-        self._num_forward += 1
         trained = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        self.at_once = come_at_once(trained)
+        self._now.forward_over(at_once=come_at_once(trained))
         for tensor in trained:
             tensor.register_hook(partial(self._at_output, weakref.ref(tensor)))  # type: ignore[no-untyped-call]
         if self._device_clock is not None:
@@ -336,7 +347,7 @@ class OpenStep(PassWatcher):
         """A backward pass has come to an output of the model."""
         if self.step is not None:
             self._joins_if_new()
-            self._outputs.append(output)
+            self._now.outputs.append(output)
 
     @not_compiled
     def backward_begins(self) -> None:
@@ -350,10 +361,10 @@ class OpenStep(PassWatcher):
 
         That costs ten times as much as what is done here for each gradient, so that it is known which are finished.
         """
-        gradient = parameter.grad
+        gradient, now = parameter.grad, self._now
         if gradient is None:
             return
-        grouped = current_run() == self._grouped_run
+        grouped = current_run() == now.grouped_run
         if not grouped:
             if not self._may_take(index, parameter):
                 return
@@ -369,16 +380,16 @@ class OpenStep(PassWatcher):
         if not grouped:
             grouped = self._groups()
         self._num_in_pass += 1
-        if self._num_in_pass == self._most and self.on_backward is not None:
-            self.on_backward()
+        if self._num_in_pass == now.most and now.on_backward is not None:
+            now.on_backward()
         at = self.stopwatch.gradient()
         self._waiting.append((index, gradient, at))
-        self._num_taken += 1
+        now.took()
         if not grouped or index in self.groups.ends:
             self._merge_waiting()
-        if self._device_clock is not None and index in self.groups.stage_ends and not self.at_once:
+        if self._device_clock is not None and index in self.groups.stage_ends and not now.at_once:
             self._device_clock.stage_over()
-        if self._num_taken < self._left and not self._between_units:
+        if now.num_taken < now.left and not self._between_units:
             self.check()
 
     def _groups(self) -> bool:
@@ -393,10 +404,11 @@ class OpenStep(PassWatcher):
             self._coordinator.hold_beside(self._by_hand.hand_on())
         if learning := self._learner.times is not None:
             self.groups.note_stream()
-        plain = self.rule.by_clock and not self._idle and not self._fill_in.reads_own and not learning
-        alone = self._runs == {self._own} and self.pass_number < min(self.step.num_microbatches, self._passes_with_data)
+        now = self._now
+        plain = now.rule.by_clock and not now.idle and not self._fill_in.reads_own and not learning
+        alone = self._runs == {self._own} and self.pass_number < min(self.step.num_microbatches, now.passes_with_data)
         grouped = plain and alone and bool(self.groups.ends)
-        self._grouped_run = current_run() if grouped else _NO_RUN
+        now.group(current_run() if grouped else NO_RUN)
         return grouped
 
     def _merge_waiting(self) -> None:
@@ -405,7 +417,7 @@ class OpenStep(PassWatcher):
             return
         if self._learner.times is not None:
             self._learner.times.finished(self._waiting[0][0])
-        if self.rule.accepts(self._num_taken - 1):
+        if self._now.rule.accepts(self._now.num_taken - 1):
             self._coordinator.merge_waiting()
         else:  # it comes too late by the rule
             self._coordinator.discard_waiting()
@@ -414,16 +426,16 @@ class OpenStep(PassWatcher):
         """Leave the step if its rule stops it; in a replica of several ranks, if their vote does."""
         if (step := self.step) is None or step.between:
             return
-        if (self._complete_microbatches or self.at_once) and self.in_pass:
+        if (self._complete_microbatches or self._now.at_once) and self.in_pass:
             return
-        stops = self.rule.stops(self._num_checks) and (self._idle or self.may_stop)
+        stops = self._now.rule.stops(self._now.num_checks) and (self._now.idle or self.may_stop)
         if self._vote is not None:
-            stops = self.stopped or self._vote(stops, at)  # in an earlier micro-batch, with all of its replica
+            stops = self._now.stopped or self._vote(stops, at)  # in an earlier micro-batch, with all of its replica
         if not stops:
-            self._num_checks += 1
+            self._now.checked()
             return
         self._merge_waiting()  # they are finished
-        self.stopped = True
+        self._now.stop()
         self._leave_pass()
 
     def _leave_pass(self) -> NoReturn:
@@ -438,7 +450,7 @@ class OpenStep(PassWatcher):
 
     def cut_by_another(self, phase: Phase) -> None:
         """Another model's deadline was over in this phase: what this step lacks at its end is missing because of it."""
-        self._cut_in = self._cut_in or phase
+        self._now.cut_by_another(phase)
 
     def _may_take(self, index: int, parameter: HasGradient) -> bool:
         """Whether a gradient belongs to an open step, if that is not plain; raises if it cannot."""
@@ -448,16 +460,16 @@ class OpenStep(PassWatcher):
                 "backward outside of a step: write `with model.step():` around the forward and backward pass"
                 + (_OF_ANOTHER.format(self._slots[index].name) if self._others() else "")
             )
-        if self.num_over >= self._passes_with_data or self._idle:
+        if self.num_over >= self._now.passes_with_data or self._now.idle:
             self._end_without_data()
             if not self._between_units:  # or its replica leaves at the next unit
                 self.check()
             parameter.grad = None
             return False
-        if not self._kept.decided:
-            if not self._kept.decide(index):
+        if not self._now.kept.decided:
+            if not self._now.kept.decide(index):
                 return False
-            self._coordinator.keep(self._kept.mark)
+            self._coordinator.keep(self._now.kept.mark)
         return True
 
     def _joins_if_new(self) -> None:
@@ -467,8 +479,8 @@ class OpenStep(PassWatcher):
     def _pass_begins(self, first: int) -> None:  # noqa: ARG002
         self.stopwatch.enter("backward")
         self._coordinator.begin_pass(self.pass_number)
-        self._kept.set_aside()
-        self._by_hand.take_beside(self._kept, self._training.passes)
+        self._now.kept.set_aside()
+        self._by_hand.take_beside(self._now.kept, self._training.passes)
         if self._learner.times is not None:
             self._learner.times.begin()
 
@@ -476,8 +488,8 @@ class OpenStep(PassWatcher):
         if self.step is None:
             return
         if number is None:
-            self.num_fruitless += 1
-            self._kept.put_back(self._by_hand.hand_on())
+            self._now.fruitless()
+            self._now.kept.put_back(self._by_hand.hand_on())
         else:
             self._merge_waiting()
             self._coordinator.end_pass(number)
@@ -504,12 +516,12 @@ class OpenStep(PassWatcher):
         assert parameter.grad is not None
         check_dense(self._slots[index].name, parameter.grad)
         self._merge_waiting()  # what came before is whole
-        self._grouped_run = _NO_RUN
+        self._now.group(NO_RUN)
         if self._learner.times is not None:
             self._learner.times.finished(index)
         super()._hold(index, parameter)
-        if self._num_in_pass == self._most and self.on_backward is not None:
-            self.on_backward()
+        if self._num_in_pass == self._now.most and self._now.on_backward is not None:
+            self._now.on_backward()
         self.stopwatch.gradient()
         if not self._between_units:
             self.check()
@@ -520,7 +532,7 @@ class OpenStep(PassWatcher):
             if (gradient := parameter.grad) is not None:
                 parameter.grad = None
                 self._waiting.append((index, gradient, self.stopwatch.last_gradient_at))
-                self._num_taken += 1
+                self._now.took()
                 self._merge_waiting()
 
     # -- what is merged beside the gradients
@@ -528,15 +540,15 @@ class OpenStep(PassWatcher):
     def _give_state(self, *, truncated: bool) -> Given:
         """What this rank gives of the module's other state: its forward passes may have come to their end."""
         assert self.step is not None
-        num_passes = max(self._num_forward, self.pass_number + 1)
+        num_passes = max(self._now.num_forward, self.pass_number + 1)
         most = self._training.passes.num_submitted  # fewer than in `Step` if some were given back
-        finished = not self._in_forward and (num_passes >= most or not truncated)
-        return self._state.give(finished=finished, forward_ran=self._num_forward > 0)
+        finished = not self._now.in_forward and (num_passes >= most or not truncated)
+        return self._state.give(finished=finished, forward_ran=self._now.num_forward > 0)
 
     def _take_by_hand(self, *, is_cut: bool) -> None:
         """Take gradients that the loop has put in place; peers learn of what is refused."""
         try:
-            self._source.step_over(left=is_cut or self.stopped)
+            self._source.step_over(left=is_cut or self._now.stopped)
             self._by_hand.check_parameters()
             self._place(is_cut=is_cut)
         except (RuntimeError, ValueError) as error:
@@ -549,15 +561,15 @@ class OpenStep(PassWatcher):
         Of a rank that was late, or failed, some may be only a part, as that of a penalty: these count as much as the
         passes that are in.
         """
-        if not (gradients := self._kept.put_by_loop(self._is_whole if is_cut else lambda _index: True)):
+        if not (gradients := self._now.kept.put_by_loop(self._is_whole if is_cut else lambda _index: True)):
             return
         parts = {index: own for index, own in gradients.items() if is_cut and not self._is_whole(index)}
         gradients = {index: own for index, own in gradients.items() if index not in parts}
         self._by_hand.check_gradients(parts, {})
-        self._by_hand.check_gradients(gradients, self._kept.gradients)
-        self._coordinator.keep(self._kept.mark)
+        self._by_hand.check_gradients(gradients, self._now.kept.gradients)
+        self._coordinator.keep(self._now.kept.mark)
         self._training.passes.check_none_by_hand()
-        if self._idle or not self.rule.accepts(self._num_taken):
+        if self._now.idle or not self._now.rule.accepts(self._now.num_taken):
             return
         self._coordinator.hold_beside(parts)
         if twice := self._coordinator.place(gradients):
@@ -574,19 +586,19 @@ class OpenStep(PassWatcher):
         if self.step.num_microbatches > 1:
             return False
         known = self._coordinator.given_by_hand(index)
-        return self._num_forward > 0 and not self.failed if known is None else known
+        return self._now.num_forward > 0 and not self.failed if known is None else known
 
     def _keep_as_peers_did(self, merged: Round) -> None:
         """Where this rank was late before any backward pass, it keeps the gradients that its peers kept."""
         decision = NONE if merged.table.is_usual else merged.table.kept()
         decision = self._last_kept[0] if decision == UNDECIDED else decision
-        if not self._kept.decided and not self._kept.follow(decision, self._last_kept[1]):
+        if not self._now.kept.decided and not self._now.kept.follow(decision, self._last_kept[1]):
             _log.warning(
                 "%s: this rank was late before its first backward pass, and its peers kept gradients of "
                 "other parameters than it has: replicas may differ from here on; zero_grad() before the block",
                 self._rank.where(merged.step),
             )
-        self._last_kept = decision, tuple(self._kept.gradients)
+        self._last_kept = decision, tuple(self._now.kept.gradients)
 
     def _step_early(self, current: Round) -> None:
         """Step the parameters of buckets that are merged while others travel.
@@ -595,22 +607,22 @@ class OpenStep(PassWatcher):
         of a bucket in which no rank has anything for one: what becomes of that is known at the end. One that no rank's
         graph has used is not stepped here, nor is said to have been: other ranks of the replica look at the end.
         """
-        if not self._kept.decided or self._kept.gradients or self._fill_in.reads_merged or self._source.copied:
+        if not self._now.kept.decided or self._now.kept.gradients or self._fill_in.reads_merged or self._source.copied:
             return
-        assert self._optimizing is not None
+        early = self._now.early
+        assert early is not None
         part: dict[int, Tensor] = {}
-        for bucket in current.merged_early()[self._num_early :]:
-            self._num_early += 1
+        for bucket in current.merged_early()[early.num_buckets :]:
+            early.looked_at()
             shares = current.buffers.normalize_bucket(bucket)
             if all(share.weight > 0 for share in shares.values()):
                 part |= {index: current.buffers.views[index] for index, share in shares.items() if share.present}
         if part:
-            self._early |= part.keys()
-            self._optimizing.step(self._source.of_parameters(part))
+            early.step({*part}, self._source.of_parameters(part))
 
     def _put_in_place(self, merged: Round) -> None:
         """Give every parameter its merged gradient, and every buffer its merged value: the same on every rank."""
-        kept, views = self._kept.gradients, merged.buffers.views
+        kept, views = self._now.kept.gradients, merged.buffers.views
         self._merged = weakref.ref(merged.buffers)
         if merged.buffers.is_queued:
             merged.come_after(self._rank.channel, self._rank.where(merged.step))
@@ -623,7 +635,7 @@ class OpenStep(PassWatcher):
             self._fill(merged, range(len(views)))
             return
         shares = merged.buffers.normalize()
-        plain = not (kept or self._early or self._fill_in.reads_merged)
+        plain = not (kept or self._stepped_early or self._fill_in.reads_merged)
         if plain and shares[0].weight > 0 and shares[0].present and shares.count(shares[0]) == len(shares):
             self._hand_out(merged, views)
         else:
@@ -632,7 +644,7 @@ class OpenStep(PassWatcher):
 
     def _fill(self, merged: Round, unreached: Iterable[int]) -> None:
         """Put zeros in the place of these gradients, but for frozen parameters, and if the optimizer steps later."""
-        if not self._fills or self._optimizing is not None:
+        if not self._fills or self._now.early is not None:
             return
         needed = [index for index in unreached if self._slots[index].parameter.requires_grad]
         memory = {index: merged.buffers.views[index] for index in needed}
@@ -642,7 +654,8 @@ class OpenStep(PassWatcher):
     def _hand_out(self, merged: Round, gradients: Sequence[Tensor | None]) -> None:
         """Place them. Where another rank of the replica has a gradient, so has this one: no shard skips its step."""
         if self._vote is not None:
-            own = [gradient is not None or index in self._early for index, gradient in enumerate(gradients)]
+            early = self._stepped_early
+            own = [gradient is not None or index in early for index, gradient in enumerate(gradients)]
             copied = self._source.copied
             weights = [merged.buffers.weight_of(index) for index in copied]
             agreed = self._vote.agree(own, merged.table.column("inside_wait_s"), weights, merged.table.scalars())
@@ -663,10 +676,11 @@ class OpenStep(PassWatcher):
 
     def _merged_gradients(self, views: Sequence[Tensor], shares: Sequence[Share]) -> list[Tensor | None]:
         """For each slot its gradient; none of what no rank has, and of what is stepped already."""
-        kept, fill_in, gradients = self._kept.gradients, self._fill_in, list[Tensor | None]()
+        kept, fill_in, gradients = self._now.kept.gradients, self._fill_in, list[Tensor | None]()
+        early = self._stepped_early
         for index, (slot, view, share) in enumerate(zip(self._slots, views, shares, strict=True)):
             gradient: Tensor | None = None
-            if index in self._early:
+            if index in early:
                 gradients.append(None)
                 continue
             if share.weight > 0:
