@@ -155,9 +155,11 @@ def build(
     else:
         source, channel = ReplicatedSource(module), _meet(module, wrapped, options, process_group, members)
         replica = Replica.of_one_rank(channel)
+    # before the rounds are built: they take the groups as they are then; all ranks together
     if measures := bool(options.of_wings["links"]) and channel.world_size > 1 and world.has_sockets:
         channel.widen()
     state = ModuleState(module, options.merge.buffers, channel.rank, source.slots[0].device)
+    # after all ranks have the same parameters: from here on nothing is compared
     rank = rank_parts(module, options, source, channel, replica, state)
     member = None if members is None else _members(rank)
     stuck = StuckWatch(rank, registers, options.late_handling.stuck_after_s)
@@ -166,6 +168,7 @@ def build(
         pings = _pings(rank, member, merged_bytes=bytes_on_wire(source.slots, options.merge.dtype_on_wire))
     wings = OptionalParts(Replay(rank, channel), Pulling(rank), pings, stuck, member)
     parts = model_parts(options, source, rank, state, wings.all_of_them(), registers)
+    # the wing is older than the step: phases of it are called by the coordinator, which the step needs
     wings.pulling.attach(parts.opened)
     drops = _drop_log(module, rank, options, may_be_lowest=member is not None or rank.replica.place == 0)
     built = _with_the_loop(module, parts, wings, registers, drops)
@@ -322,11 +325,14 @@ def _members_changed(reference: weakref.ref[MembersHooks], stuck: StuckWatch, re
 def _close(parts: ModelParts, handles: Sequence[RemovableHandle | CallBracket], drops: DropLog | None) -> None:
     if drops is not None:
         drops.close()
+    # wings before the coordinator: their threads ask it, and its channel
     for phase in parts.wings.close:
         phase()
+    # before the vote: the stand-in may be in one, and ends here
     parts.coordinator.close()
     if parts.replica.vote is not None:
         parts.replica.vote.close()
+    # after the threads: none of them may see a model that is half taken apart
     parts.hooks.close()
     parts.state.close()
     for handle in handles:

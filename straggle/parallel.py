@@ -465,24 +465,30 @@ class StagedDataParallel(nn.Module):
             raise RuntimeError(
                 f"step {self._coordinator.training.step} is still open: a step() cannot be nested in another"
             )
+        # first: they may wait, and take another rank's state, which is another step
         for phase in self._wings.enter:
             phase()
+        # after the wings, which may have moved this rank to a later step
         number = self._coordinator.training.step
         frozen = self._source.frozen
         if changes := self._source.check():
             self._planning.check_at(self._replanning.replan(changes, number))
         elif frozen != self._source.frozen:
             self._state.look_again()
+        # each step: hooks of the user's that came since go before ours, which take the gradient away
         self._hooks.keep_last()
         checked = self._options.merge.checks(number)
+        # before the entry: a rank without data says so in it
         share = self._joins.share_of(number)
         entry = self._entry(step, share, checked=checked)
         for phase in self._wings.entry:
             entry = phase(entry)
         self._open.enter(step, entry, checked=checked)
         if 0 < share < 1:
+            # after entering: only an open step has passes that can be taken away
             self._open.end_data(own_passes(step.num_microbatches, share))
         if self.default_weight != 1.0 and not step.is_weighed:
+            # after entering, before the loop's own code: what the loop sets wins
             step.weight = self.default_weight
         self._steps.entered()
 
@@ -504,8 +510,10 @@ class StagedDataParallel(nn.Module):
         merged = self._open.leave(error)
         if merged is None:
             return False
+        # before them, too: a phase may raise, and the optimizer has stepped all the same
         if step.optimizer is not None:
             self._steps.stepped_in_block(step.optimizer)
+        # before the phases: hooks of the user's ask for the last report
         self._last.note(merged)
         all_phases, usual_phases = self._phases
         for phase in usual_phases if merged.table.is_usual else all_phases:

@@ -71,6 +71,7 @@ class PassWatcher(ABC):
         self._num_in_pass = 0  # gradients of the running pass
         self._held: dict[int, HasGradient] = {}  # parameters whose gradients wait in p.grad for the end of the pass
         self._holds = self._has_parts = False
+        # the engine calls hooks on threads of its own; the frames that began a pass are on this one
         self._thread = threading.get_ident()
         self._entered_in = current_run()  # if a hook opens the step: what is under way there is no pass of it
         self._num_outside = 0 if self._entered_in == -1 else len(_calls_of_engine(self._thread))
@@ -143,6 +144,7 @@ class PassWatcher(ABC):
             self._begin(root, first)
         if nested:
             self._nested_running += 1
+            # queued inside of the run that ends: the engine calls back when that one is over
             engine.queue_callback(self._nested_over)
             if not all(nested) or self.functions_give_parts is not False:
                 self._summing.add(run)
@@ -187,6 +189,7 @@ class PassWatcher(ABC):
 
     @not_compiled
     def _over(self) -> None:
+        # first: what is called below must see no pass under way
         self._forget_runs()
         if self._held:
             self.functions_give_parts = bool(self.functions_give_parts) or self._has_parts
@@ -194,6 +197,7 @@ class PassWatcher(ABC):
             self.pass_number -= 1
             self._pass_over(None)
             return
+        # counted first: what is called then asks how many are over
         self.num_over += 1
         self._pass_over(self.pass_number)
         self.seen_complete = True

@@ -121,6 +121,7 @@ class OpenStep(PassWatcher):
             self._vote.begin(self._training.step, stood_in=self._stood_in)
         if self.unreached.there:
             self.unreached.clear()
+        # only a weak reference: who keeps no gradient lets the buffers be used again
         last = None if self._merged is None else self._merged()
         rule = entry.rule or self._by_clock
         idle = entry.idle and not rule.stops_idle
@@ -140,6 +141,7 @@ class OpenStep(PassWatcher):
         self._state.begin(checked=checked)
         if self._device_clock is not None:
             self._device_clock.entered()
+        # the coordinator first: a gradient is refused while `step` is None, and needs its round after that
         self._coordinator.enter(entry)
         self.step = step
 
@@ -236,17 +238,22 @@ class OpenStep(PassWatcher):
         if truncated and not self._now.stopped and self._now.cut_in is not None:
             truncated = self._now.num_taken < self._now.left  # the other model's pass had given this one all
             self.stopwatch.enter(self._now.cut_in)
+        # before anything is taken: only now it is known which pass came to its end
         self.settle()
         try:
             if error is not None and not only_late:
+                # the source first: what it holds of a pass that was left is not to outlive the step
                 self._source.step_over(left=True)
                 self._coordinator.fail(error)
                 return None
             failed = self.failed
             if not (truncated or failed) and self._vote is None:  # a replica's ranks reduce behind the last gradient
+                # a step ends with its last gradient: what follows is the loop's own, or a wait for peers
                 self.stopwatch.pass_over()
+            # before the submission, which launches what is complete: these may complete a bucket
             self._take_by_hand(is_cut=truncated or failed)
             if self._device_clock is not None:
+                # behind the last kernel of its own, in front of those of the merge
                 self._device_clock.left()
             merged = self._coordinator.finish(
                 truncated=truncated,
@@ -266,6 +273,7 @@ class OpenStep(PassWatcher):
         self._stood_in = merged.stood_in
         if self._vote is not None and not merged.stood_in:
             self._vote.forget_waits()
+        # before placing: what is kept is added to the merged gradients
         self._keep_as_peers_did(merged)
         try:
             self._put_in_place(merged)
@@ -279,6 +287,7 @@ class OpenStep(PassWatcher):
             self._device_clock.placed()
         if self._now.early is not None:
             self.stopwatch.enter("optimizer")
+            # after all are in place: it steps those that were not stepped while others travelled
             self._now.early.parts.finish()
             self.stopwatch.stepped()
         self._now.let_go()
@@ -369,6 +378,7 @@ class OpenStep(PassWatcher):
             if not self._may_take(index, parameter):
                 return
             parameter.grad = None  # the pass may begin here: this one is none that the loop has put there before it
+            # before the gradient is counted: it is of this pass, and the pass may begin by it
             self._joins_if_new()
             if self._holds or current_run() in self._summing:
                 parameter.grad = gradient
@@ -379,10 +389,12 @@ class OpenStep(PassWatcher):
             check_dense(self._slots[index].name, gradient)
         if not grouped:
             grouped = self._groups()
+        # counted when it is taken, not when its group is merged: the pass may be over between them
         self._num_in_pass += 1
         if self._num_in_pass == now.most and now.on_backward is not None:
             now.on_backward()
         at = self.stopwatch.gradient()
+        # without the lock, which costs more than all else here; one append, so the stand-in sees it whole or not at all
         self._waiting.append((index, gradient, at))
         now.took()
         if not grouped or index in self.groups.ends:
@@ -440,6 +452,7 @@ class OpenStep(PassWatcher):
 
     def _leave_pass(self) -> NoReturn:
         """Leave it, and with it what the loop does for other models in their open steps."""
+        # before the exception: it leaves their blocks too, and they are asked why then
         for other in self._others():
             other.cut_by_another(self.stopwatch.phase)
         raise DeadlineReached
@@ -498,6 +511,7 @@ class OpenStep(PassWatcher):
 
     @not_compiled
     def _over(self) -> None:
+        # the source first: it may give gradients at the end of a run, as FSDP's does
         self._source.pass_over()
         if self._held:
             self._give_held()
@@ -515,6 +529,7 @@ class OpenStep(PassWatcher):
         """Leave it in ``p.grad``, to which other runs of the pass add; it is lost if the rank stops before the end."""
         assert parameter.grad is not None
         check_dense(self._slots[index].name, parameter.grad)
+        # in the order in which they came: a stop after this one leaves what is whole merged
         self._merge_waiting()  # what came before is whole
         self._now.group(NO_RUN)
         if self._learner.times is not None:
@@ -625,8 +640,10 @@ class OpenStep(PassWatcher):
         kept, views = self._now.kept.gradients, merged.buffers.views
         self._merged = weakref.ref(merged.buffers)
         if merged.buffers.is_queued:
+            # before the first kernel that reads the buffers, in the order of this thread's queue
             merged.come_after(self._rank.channel, self._rank.where(merged.step))
         if self._state.held:
+            # a rank that was out has given nothing to the means
             took_part = self._rank.replica.place not in merged.table.absent_ranks()
             self._state.apply(merged.buffers.state, merged, took_part=took_part)
         if not merged.table.is_usual and merged.table.nothing_to_apply():
@@ -658,6 +675,7 @@ class OpenStep(PassWatcher):
             own = [gradient is not None or index in early for index, gradient in enumerate(gradients)]
             copied = self._source.copied
             weights = [merged.buffers.weight_of(index) for index in copied]
+            # all ranks of the replica call it in each step, or none does: it is a collective
             agreed = self._vote.agree(own, merged.table.column("inside_wait_s"), weights, merged.table.scalars())
             merged.correct(replace(merged.record, slowest_ranks=agreed.slowest, scalars=agreed.scalars))
             found = zip(agreed.present, own, merged.buffers.views, gradients, strict=True)

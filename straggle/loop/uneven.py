@@ -50,6 +50,7 @@ class Joins:
         source, batch = iter(loader), None
         if (following := next(source, _END)) is _END:
             raise ValueError(f"rank {rank}: the loader is empty; give every rank at least one batch")
+        # before the first batch: a step that begins in between asks for its share
         self._runs = True
         training.no_data_for(number)
         try:

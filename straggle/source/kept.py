@@ -72,6 +72,7 @@ class KeptGradients:
                     "that was there before: call the wrapped model itself, with tensors, tuples, lists, mappings or "
                     "dataclasses as its output, or zero_grad(set_to_none=True) before the block"
                 )
+            # out of the way: it is the pass's own, and must not count as one that was there before
             parameter.grad = None
             self._aside = self._take(looks=not self._is_queued)
             parameter.grad = own
@@ -161,6 +162,7 @@ class KeptGradients:
     def _settle(self, kept: dict[int, Tensor]) -> None:
         self.gradients = {index: gradient.detach().clone() for index, gradient in kept.items()}
         self.decided = True
+        # references would keep the buffers of the step before from being used again
         self._entered, self._aside = {}, None  # from here on the loop has the gradients
 
 

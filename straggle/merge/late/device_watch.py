@@ -58,6 +58,7 @@ class QueuedStep:
     def submitted(self) -> None:
         """The merge of all buckets is queued."""
         self.submitted_at = self._watch.now()
+        # a deque, which the watching thread reads meanwhile: it must see a stuck device without any lock
         self._watch.steps.append(self)
 
     def comes_after(self) -> None:

@@ -107,6 +107,7 @@ class TrainingSide:
 
     def probe(self) -> None:
         """It is about to enter a step that is none of its peers', and is to go through it."""
+        # what it was asked before is about steps of its peers
         self.probes, self.stop_step, self.asked_step = True, self.step - 1, self.step - 1
 
     def keep(self, kept: int) -> None:
@@ -157,6 +158,7 @@ class TrainingSide:
             self.overrun_s += now - max(current.record.merged_at, self.applied_at)
         self.applied_at = now
         self.came_late = not self.taking
+        # of a step that is over; otherwise it would grow by one for each step in which this rank was late
         self._owed.pop(self.step, None)
         self.step += 1
         self.entered_at = None
@@ -237,12 +239,14 @@ class TrainingSide:
 
     def stop(self) -> None:
         """Ask it to leave the step that it is in or enters next."""
+        # one number, set at once: a signal handler cannot take the lock
         self.asked_step = self.step
 
     # -- whoever merges
 
     def merged(self, current: Round) -> None:
         """A step is merged: it is to leave that, and comes to take it."""
+        # only upwards: the other thread may have asked for a later one
         self.stop_step = max(self.stop_step, current.step)
 
     def owe(self, step: int, num_collectives: int) -> None:
@@ -314,12 +318,14 @@ class MergeSide:
 
     def merged(self, current: Round) -> None:
         """The step is merged: on to the next one."""
+        # the record's own moment, so that what ranks report adds up to what the step took
         now = current.record.merged_at
         self.merge_s = now - self._submitted_at
         self.any_late = not current.table.is_usual and current.table.any_late()
         self.step += 1
         self.round = None
         self.merged_at, self.times_at_merge = now, self._stopwatch.read()
+        # last: who wakes sees the next step begun
         self.step_merged.notify_all()
 
     def begin_now(self, now: float) -> None:
@@ -328,6 +334,7 @@ class MergeSide:
 
     def restore(self, step: int) -> None:
         """The rank goes on from another run, or comes to a job that is in ``step``; what it has begun is given up."""
+        # another thread may be waiting for it, and must not publish it as a merged step
         if self.round is not None:
             self.round.give_up()
         self.step, self.round = step, None

@@ -108,12 +108,14 @@ class StandIn:
         thread refers to both, so their owner is free once it has ended.
         """
         work = (submit_for_stuck, complete)
+        # set before it runs: `started` says to all ranks alike that stages stay
         self._thread = world.Thread(target=self._run, args=work, name="straggle-stand-in", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """End the thread."""
         with self._merging.lock:
+            # with the lock, between its decision and its sleep: it would sleep past this
             self._closing = True
             self._wakes.notify()
         if self._thread is not None:
@@ -197,6 +199,7 @@ class StandIn:
 
     def end(self, error: BaseException) -> None:
         """The job ends here: the training thread raises this."""
+        # before anybody is woken: whoever wakes asks for it
         self.error, self._closing = error, True
         self._training.stop_up_to(sys.maxsize)
         self._wakes.notify()
@@ -241,6 +244,7 @@ class StandIn:
                 self.error = error
                 if not isinstance(error, PeerFailed | SystemExit):  # the training thread raises these
                     _log.error("rank %d: its stand-in ended, no thread submits for it: %r", self._channel.name, error)
+                # it may be waiting for a step that nobody merges now, or computing one: both come to an end
                 self._training.stop_up_to(self._merging.step)
                 self._merging.step_merged.notify_all()
 
@@ -253,6 +257,7 @@ class StandIn:
             action = decide(now, self._situation(now), self._limits())
             match action:
                 case Sleep(until):
+                    # while it sleeps others ask whether it would look in time
                     self._looks_at = until
                     self._wakes.wait(None if until == math.inf else until - now)
                     self._looks_at = -math.inf
@@ -264,12 +269,14 @@ class StandIn:
                     self._training.stop_up_to(step)
                 case GiveBack():
                     self._give_back()
+                # with the lock of the decision: in between the training thread might have come back, and submit itself
                 case SubmitForStuck():
                     current = submit_for_stuck()
         # without the lock, because these actions wait for the store or for the peers
         if current is not None:
             complete(current)
         elif isinstance(action, Ask):
+            # the step may be over when the answer comes: `_note_answer` looks, with the lock
             waits = self._channel.num_finished(step) >= self._deadline.quorum
             self._note_answer(step, waits=waits, owed=self._channel.num_collectives(step) if waits else 0)
         elif isinstance(action, Post):
@@ -291,6 +298,7 @@ class StandIn:
         ``owed``: the collectives of the loop's own that it has begun; ``None``: it is not known, so nobody is late.
         """
         with self._merging.lock:
+            # the answer took time, without the lock: it may be of a step that is over
             if step != self._merging.step:
                 return
             if waits and owed is not None:

@@ -176,6 +176,7 @@ class StageBuffers:
 
     def begin(self) -> None:
         """A new step begins."""
+        # all of it: the buffers are those of another step, and nothing of that may be counted in this one
         self._bad, self._merged, self._rank, self._sums = [], {}, -1, {}
         self._again_bytes = 0
         if self.telemetry is not self._with_last:
@@ -216,6 +217,7 @@ class StageBuffers:
         self, index: int, gradient: Tensor, *, add: bool, weight: float = 1.0, complete: bool = False
     ) -> None:
         """Write ``weight * gradient`` of parameter ``index``, or add it; ``complete``: that is all of it."""
+        # or autograd would follow the buffer, and keep the graph
         if gradient.requires_grad:  # backward(create_graph=True)
             gradient = gradient.detach()
         if add:
@@ -271,10 +273,13 @@ class StageBuffers:
             else:
                 full = Share(weight, True)
                 self._write_shares(flat, [shares.get(index, full) for index in flat.parameters])
+            # after the weights are written: what is left out sets its own to 0
             if self._drop_nonfinite:
                 self._leave_out_nonfinite(flat)
+            # the rows go with this bucket, the last one: all others were looked at before
             if (self._bad or self.is_queued) and flat is self._buckets[-1][-1]:
                 self._count_nonfinite()
+            # last before it goes: what travels is what is left after all that
             if flat.wire is not None:
                 flat.wire.copy_(flat.gradients)
             works += flat.all_reduce(groups)
@@ -400,6 +405,7 @@ class StageBuffers:
             if flat.wire is not None:
                 flat.gradients.copy_(flat.wire)
             count = len(flat.parameters)
+            # as it is, without a kernel: of what all ranks have given in full there is nothing to scale
             if tail.count(self._world_size) == len(tail):  # of all ranks, as in nearly every step
                 self._merged |= dict.fromkeys(flat.parameters, of_all)
                 continue

@@ -34,6 +34,7 @@ class Completion:
         ``on_merged(round)`` is called after each message. Raises `PeerFailed` as `Channel.wait` does.
         """
         rank = self._rank
+        # the epoch first: if the groups change during the wait, what comes of it is of an older one
         where, epoch = rank.where(current.step), rank.channel.epoch
         for work, name in current.works:
             rank.channel.wait(work, current.step, f"{where}, stage {name}", give_up_s, epoch)
@@ -65,6 +66,7 @@ class OtherState:
         if current.sent is not None or not self._is_asked(current):
             return
         rank = self._rank
+        # only to read who merges: the exchange itself waits for peers, without the lock
         with rank.merging.lock:
             if (groups := self._completion.groups_for(current, epoch)) is None:
                 return

@@ -103,16 +103,20 @@ class Coordinator:
         ``None``: it was merged without this rank, whose peers have not announced the same.
         """
         with self._lock:
+            # with the lock from entering to submitting: the stand-in must not see a step that nobody means to compute
             self.training.enter(entry, self.stopwatch.now(), self.merging)
             if (current := self._open_own_round()) is None:
                 return None
             self.training.leave(merges=True)
             self._submission.own(current, truncated=False, scalars={}, given=NOTHING_GIVEN)
+        # without the lock: no thread waits for a peer while it holds it
         self._merged_steps.complete(current)
         merged = self._take()
         with self._lock:
+            # both sides at once: between them the stand-in would take this rank for one that is a step behind
             self.training.make_again(merged.step)
             self.merging.restore(merged.step)
+            # the step is still to be made: peers must not take this rank for one that has it
             self._channel.merged(merged.step - 1)
         return merged.table
 
@@ -126,6 +130,7 @@ class Coordinator:
 
     def _prepare(self) -> None:
         """Tell the deadline policy of the stages."""
+        # code of a policy, which may take long: not with the lock, and only here, where no step is open
         self.deadline.prepare(self.plan, self._slots)
         with self._lock:
             self.deadline.watch(self.plan)
@@ -178,6 +183,7 @@ class Coordinator:
 
     def close(self) -> None:
         """End the stand-in, and leave word for the peers."""
+        # first of all: after it no other thread launches anything, or reads what is closed below
         self._stand_in.close()
         self.training.collectives.forget()
         if not self._channel.has_failed:  # or its device may never come to them
@@ -193,10 +199,13 @@ class Coordinator:
         self._rank.check_device()
         with self._lock:
             now, before = self.stopwatch.now(), self.training.passes.number
+            # by the training thread, for the stand-in to queue behind: it cannot ask for the queue of another thread
             self._queue = self._device.queue()
             self.training.enter(entry, now, self.merging)
+            # what a pass of the step before has left there belongs to no step any more
             self.waiting.clear()
             self._stand_in.entered(now)
+            # it sleeps by the length of the step before, which was longer: it would wake too late
             if entry.num_microbatches < before:
                 self._stand_in.wake()
             if entry.kept != UNDECIDED:
@@ -211,6 +220,7 @@ class Coordinator:
     def begin_pass(self, number: int) -> None:
         """Backward pass ``number`` of the training thread's step begins."""
         with self._lock:
+            # with the lock, as the stand-in merges what waits, by this number
             self._pass_number = number
             if (current := self._own_round()) is not None:
                 current.gradients.begin_pass()
@@ -227,6 +237,7 @@ class Coordinator:
             weight = vote.weigh(weight)
         with self._lock:
             if self._takes_part and (current := self.merging.round) is not None:
+                # what is in the buffers is scaled by the old weight, and may be on its way
                 if current.gradients.number:
                     raise RuntimeError("step.weight comes before the first backward pass: gradients are scaled by it")
                 current.use(current.passes.weighed(weight))
@@ -243,6 +254,7 @@ class Coordinator:
     def change_passes(self, changed: Callable[[Passes], AnyPasses]) -> AnyPasses:
         """The training thread's step has others from here on: ``changed(those that it has)``, with the lock held."""
         with self._lock:
+            # `changed` under the lock: what it looks at must not be put back by the stand-in meanwhile
             self.training.use(passes := changed(self.training.passes))
             if (current := self._own_round()) is not None:
                 current.use(passes)
@@ -265,9 +277,11 @@ class Coordinator:
 
     def _merge_waiting(self) -> bool:
         """With the lock held."""
+        # taken even if they are not merged: a gradient of a step that is over must not go into the next one
         if not (waiting := self._take_waiting()):
             return False
         self._rank.check_device()
+        # the step was merged without this rank: what comes now is counted as missing already
         if (current := self._open_own_round()) is None:
             return False
         number, entered_at = self._pass_number, self.training.entered_at or 0.0
@@ -279,6 +293,7 @@ class Coordinator:
 
     def _complete(self, current: Round, complete: Sequence[tuple[int, float]], entered_at: float) -> bool:
         """All of these parameters' gradients is in, since then; whether a stage is complete with them."""
+        # before the buckets go: the merge writes over what this rank had
         if complete and self._fill_in.reads_own:
             for index, _ in complete:
                 self._fill_in.computed(self._slots[index].parameter, current.read(index))
@@ -362,9 +377,11 @@ class Coordinator:
         if self._rounds.are_queued:
             self._rank.check_device()
         with self._lock:
+            # first: they may raise what ended the job, and then nothing is to be submitted
             for phase in self._wings.leave:
                 phase()
             mine = (current := self._open_own_round()) is not None
+            # before submitting: the row has its collectives, and the stand-in sees who merges the step
             self.training.leave(merges=mine, truncated=truncated)
             if current is not None:
                 if abstain:
@@ -373,13 +390,16 @@ class Coordinator:
                     now = self._submission.own(
                         current, truncated=truncated, failed=failed, scalars=scalars, given=given
                     )
+                # decided here, done below: the store may take two seconds, and the lock is held
                 posts = self._stand_in.work_done(now, truncated=truncated)
             self.stopwatch.enter("outside")
         if current is not None:
             if posts:
+                # before hooks of the user's: peers that wait for a quorum should not wait for them
                 self._channel.post_finished(current.step, self.training.num_collectives)
             for hook in tuple(self._submit_hooks.values()):
                 hook(current.step)
+            # without the lock, as any wait for a peer: the stand-in has to be able to see that this is long
             self._merged_steps.complete(current, on_merged=on_merged)
         return self._take()
 
@@ -387,17 +407,20 @@ class Coordinator:
         """The user's code raised in this step: post it, and let the peers finish the step, so that none waits."""
         self._rank.check_device()  # peers know of that
         what = f"rank {self._channel.name} raised in step {self.training.step}, {self.stopwatch.phase}: {error!r}"
+        # wings first: where peers go on without this rank, they are told why it leaves, and nothing else
         for phase in self._wings.failed:
             phase(what, error)
         if self._wings.go_on:  # its peers do, without it
             return
         with self._lock:
+            # before the message: a row that the stand-in writes meanwhile says so, too
             self.training.fail()
         try:
             self._channel.post_failure(what)
             with self._lock:
                 if (current := self._open_own_round()) is None:
                     return  # the stand-in says it with its next round
+                # what is finished goes all the same: peers have launched this step, and would wait
                 self._submission.finished(current)
             self._merged_steps.complete(current, give_up_s=5.0)
         except RuntimeError as problem:  # a peer is gone too, but the user's own error matters more

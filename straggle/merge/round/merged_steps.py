@@ -43,7 +43,9 @@ class MergedSteps:
 
         ``on_merged(round)`` is called after each message that was merged.
         """
+        # again, if the groups changed between the wait and the lock: what was merged is not all ranks' then
         while (epoch := self._completion.wait(current, give_up_s, on_merged)) is not None:
+            # before it is published: the training thread must not apply state that is still on its way
             self._others.send(current, epoch, give_up_s)
             if self._publish(current, epoch):
                 break
@@ -53,16 +55,21 @@ class MergedSteps:
         with self._lock:
             training, merging = self._rank.training, self._rank.merging
             while (merged := self._rank.ring.pop(training.step, None)) is None:
+                # in each turn: whoever ends this rank notifies, and there is nothing to take then
                 self._rank.check_ended()
                 if training.step < merging.takes_part_from:
                     merged = self._result.of_absent(training.step)
                     break
+                # the lock is free meanwhile: the stand-in publishes the step with it
                 merging.step_merged.wait()
+            # before the wings: they look at the step that this rank is in now
             training.take(merged, self._rank.stopwatch.now())
             merged.taken()
             for phase in self._wings.taken:
                 phase()
+            # from here on p.grad lies in them: nothing may begin a round in these buffers until `free_held`
             self._rank.rounds.hold(merged.buffers)
+            # it waits for room in the ring, or for this rank to come back: both have changed
             if merged.stood_in or merging.step > training.step:
                 self._rank.stand_in.wake()
             return merged
@@ -70,6 +77,7 @@ class MergedSteps:
     def _publish(self, current: Round, epoch: int) -> bool:
         """Give a merged step to the training thread; false if the groups have changed meanwhile."""
         with self._lock:
+            # looked at with the lock: the groups may have changed while this thread waited for it
             if current.abandoned or not self._completion.is_current(epoch):
                 return False
             for phase in self._phases:

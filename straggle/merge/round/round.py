@@ -218,6 +218,7 @@ class Round:
             if not together:
                 buffers.accumulate(index, gradient, add=before > 0, weight=weight, complete=before + 1 == most)
             last_in[index], num_in[index] = number, before + 1
+            # what the loop has put there itself comes at the end, so it is not complete before that
             if before + 1 == most and index not in self.beside:
                 complete.append((index, at))
         self.gradients.taken(len(finished))
@@ -332,6 +333,7 @@ class Round:
             for index in range(len(weights))
             if num_in[index] != number or not number
         }
+        # closed before anything is launched: with groups that are gone, `go_on_in` launches the rest
         self.closed, self.submitted, self._last_shares = True, submitted, shares
         self._launch_rest()
 
@@ -361,8 +363,10 @@ class Round:
         """Begin the merge of the next bucket; false if there are no groups at present."""
         if (groups := self.groups) is None:
             return False
+        # before the collective: a device that hangs in it has made the mark
         if self.marks is not None:
             self.marks.launches(len(self.launched))
+        # in the order of the buckets, as on all ranks: a collective has no name but its number
         self.launched.append(self.buffers.all_reduce(len(self.launched), shares, groups, self.passes.weight))
         return True
 

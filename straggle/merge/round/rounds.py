@@ -87,6 +87,7 @@ class Rounds:
     def begin(self, training: TrainingSide, merging: MergeSide) -> Round:
         """Begin the round of the step that is merged, with what is known of this rank's part in it."""
         buffers = self._spare or self.new_buffers()
+        # it is the round's now: a second round in the same memory would overwrite what is on its way
         self._spare = None
         passes = training.passes_in(merging.step)
         current = Round(
@@ -99,6 +100,7 @@ class Rounds:
             max_over=training.entry.max_over if passes is training.passes else None,  # it is in the step
             marks=None if self.watch is None else self.watch.begin(merging.step, self._layout.bucket_names),
         )
+        # last: from here on the other thread uses it
         merging.begin(current)
         return current
 
@@ -140,7 +142,9 @@ class Rounds:
 
     def free_held(self) -> None:
         """The gradients of the step before are needed no more, or were copied, but for what the loop still has."""
+        # with the lock: the stand-in may begin the next round at any time, and takes the spare
         if self._held is not None and self._spare is None:  # a second spare is memory that only a stuck rank needs
+            # what the loop still has a reference to is not overwritten: it may read it at any time
             self._held.renew_held()
             self._spare = self._held
         self._held = None

@@ -22,22 +22,26 @@ class StepResult:
 
     def read(self, current: Round) -> None:
         """Read the rows of all ranks."""
+        # before they are read: a rank that was not among the groups has a row of zeros, which would count
         for phase in self._wings.rows_merged:
             phase(current)
         if not current.is_read:
             current.read_rows()
+        # before `decide`: weights that they change are part of what the deadline goes by
         for phase in () if current.table.is_usual else self._wings.rows_read:
             phase(current)
 
     def decide(self, current: Round) -> None:
         """Decide the deadline of the next step. An error of the policy's is reported to the peers, and kept."""
         deadline, table = self._rank.deadline, current.table
+        # noted before the next one is decided: the record is of the step that ends
         self._ended_s = deadline.seconds, deadline.shadow_s
         try:
             if table.is_usual or not table.replanning():  # which is no step of the training
                 deadline.decide(table)
         except Exception as error:  # a policy may be the user's
             self._rank.channel.post_failure(f"{self._rank.where(current.step)}: {error!r}")
+            # not raised here: the phases after this one begin the next step, for which peers wait
             self._error = error
 
     def take_error(self) -> Exception | None:
@@ -53,7 +57,9 @@ class StepResult:
 
     def keep(self, current: Round) -> None:
         """Put the round into the ring, for the training thread to take."""
+        # before the next step begins: whoever is notified then looks here
         self._rank.ring[current.step] = current
+        # the last word of a rank that ends now says that it had this step
         self._rank.channel.merged(current.step)
 
     def of_absent(self, step: int) -> Round:

@@ -37,11 +37,13 @@ class Submission:
     ) -> float:
         """Submit the training thread's own step; when that was."""
         training = self._rank.training
+        # first: what is complete by the passes that there were is launched as complete, not with a share
         if current.passes.may_end_early:
             self._complete(current, current.end_early())
         own = current.own_part(self._rank.stopwatch.phase, truncated=truncated, failed=failed)
         if current.beside:
             self._complete(current, current.add_beside(own))
+        # the last micro-batch ends here: no forward pass comes after it to say so
         if not truncated:
             training.microbatch_finished()
         had_work = None
@@ -61,6 +63,7 @@ class Submission:
         """Report the estimator's error to all ranks; this rank raises it when the step ends."""
         self.error = error
         if not self._wings.go_on:
+            # the row of this step says so too: peers learn of it by the merge, even without the store
             self._rank.training.fail()
             self._rank.channel.post_failure(f"{self._rank.where(current.step)}: {error!r}")
 
@@ -77,6 +80,7 @@ class Submission:
         if current.beside:
             self._complete(current, current.add_beside(own))
         now = self._submit(current, own, {}, NOTHING_GIVEN)
+        # after the submission: a training thread that leaves before that would submit its own part
         self._rank.training.stop_up_to(current.step)
         return now
 
@@ -112,6 +116,7 @@ class Submission:
         arrived = NOTHING_ARRIVED
         if current.buffers.is_queued:
             arrived = self._rank.device_numbers.take(current.step, MAX_SCALARS - len(scalars))
+        # as late as possible: its seconds are those until the last bucket goes
         row = row_of(
             training,
             merging,
@@ -127,12 +132,15 @@ class Submission:
         )
         if (clock := self._rank.device_clock) is not None:
             row = by_device(row, clock, in_step=in_step)
+        # the last who write to the row; after them it is in the buffers
         for phase in self._wings.submit:
             row = phase(current, row)
+        # state and rows before `close`: they travel with the last bucket, which that launches
         current.buffers.write_state(given.message)
         current.buffers.write_telemetry(self._rank.replica.place, row.numbers())
         joins_over = row.joins_over if current.stood_in else None
         current.close(own, weights, Submitted(row, given, training.entry.idle, in_step, had_work, joins_over))
         now = self._rank.stopwatch.now()
+        # after all is launched: until then nobody may take this rank for one whose part is on its way
         merging.submit(now)
         return now

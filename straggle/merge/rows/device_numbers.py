@@ -86,6 +86,7 @@ class DeviceNumbers:
         parts = [] if counts is None else [counts.numbers]
         parts += [value.reshape(1) for value in scalars.values()]
         copy = self._device.copy_to_host(parts[0] if len(parts) == 1 else torch.cat(parts))
+        # behind the copy: when it is ready, so are the numbers
         mark = self._device.mark(self._marks.pop() if self._marks else None)
         self._copied.append(_Copied(step, mark, copy, counts, tuple(scalars)))
 

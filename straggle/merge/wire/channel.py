@@ -115,6 +115,7 @@ class Channel:
         self.give_up_s, self.patience = give_up_s, Patience(give_up_s, self._time_limit_of(parent))
         self.rank, self.world_size = world.dist.get_rank(parent), world.dist.get_world_size(parent)
         self.names = names or range(self.world_size)
+        # compared by whoever publishes a merged step, with the lock of the merge
         self.epoch = 0  # number of the groups, which never change here
         self._progress = Progress(in_flight_s=self.patience.outside_s + MORE_S)
         self._num_between = 0  # collectives that were no step's
@@ -323,6 +324,7 @@ class Channel:
 
     def _lost(self, what: str, why: str = "") -> PeerFailed:
         """The exception for a collective that a peer does not take part in, as none will from here on."""
+        # before the abort: peers that see a broken connection look for the reason
         words = self.explain(what, why=why)
         self.abort()
         return PeerFailed(words)
@@ -339,6 +341,7 @@ class Channel:
         ``num_collectives``: those of the loop's own in it. The rank that began a step's counter removes it when it
         begins one that is at least 32 steps later.
         """
+        # before the count: who sees a quorum reads what it has begun
         if num_collectives:
             self.store.post(partial(_note_collectives, self._noted, step, num_collectives))
         self.store.post(partial(_count, self._counted, step))
@@ -402,11 +405,14 @@ class Channel:
         A long wait is logged now and then, with the awaited ranks and what they are doing. The store is asked only for
         that and whether a peer has ended, for at most half a second.
         """
+        # a long wait is rare, so that nothing of it is made before the first slice is over
         until, long_wait = math.inf if give_up_s is None else world.monotonic() + give_up_s, None
         while not self._ended(work, what, max(0.0, min(_SLICE_S, self.give_up_s / 2, until - world.monotonic()))):
             long_wait = long_wait or LongWait(self, key or str(step), what)
+            # asked between slices, not by a thread of its own: who waits is who has to know
             if world.monotonic() >= until or self._is_in_vain(step):
                 raise self._lost(what)
+            # does not wait: its result is read in the next turn
             self.store.look()
             if why := long_wait.look():
                 raise self._lost(what, why)
@@ -556,6 +562,7 @@ def _sign(progress: Progress, rank: int, numbers: Iterator[int]) -> tuple[str, s
 
 
 def _count(counted: deque[int], step: int, store: Any) -> None:
+    # one request, which counts and asks in one: two ranks cannot both be the first
     if store.add(f"finished/{step}", 1) > 1:
         return
     counted.append(step)  # whoever counts first cleans up, when no rank asks for a step that far back

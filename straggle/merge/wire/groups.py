@@ -103,6 +103,7 @@ class QueuedGroup(JobGroup):
         """
         if self._is_aborted:
             return
+        # before the thread starts: whoever asks again is not to abort a second time
         self._is_aborted = True
         self.set_aside(math.inf)
         thread = world.Thread(target=_abort, args=(self._group,), name="straggle-abort", daemon=True)
@@ -164,9 +165,11 @@ class GlooGroup(GlooCollectives):
         Each has some memory of its own, and lies among that of gradients and of the optimizer. Where those of many
         steps are held, what is free between them goes back to the system, and each step asks for it again.
         """
+        # over a copy: the stand-in may launch one meanwhile
         self._works.difference_update([work for work in tuple(self._works) if work.is_completed()])
 
     def _launched(self, work: dist.Work) -> dist.Work:
+        # held until it is over, as the group must be: gloo works on it whether or not anybody waits
         self._works.add(work)
         return work
 

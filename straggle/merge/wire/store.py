@@ -93,6 +93,7 @@ class JobStore:
 
     def close(self) -> None:
         """Carry out what was posted, as far as the store answers, and end the threads."""
+        # before the threads are asked to end: from here on a lost store is no news
         self._closing.set()
         ends_at = world.monotonic() + ANSWER_S
         if self._problem is None:
@@ -103,6 +104,7 @@ class JobStore:
 
     def check(self) -> None:
         """Raise `StoreUnreachable` if the store is known not to answer."""
+        # read once: the watching thread may find the store between two reads
         if (problem := self._problem) is not None:
             raise StoreUnreachable(f"{self.place} does not answer ({problem})")
         if self._closing.is_set():
@@ -116,6 +118,7 @@ class JobStore:
             try:
                 _awaited(answer, ANSWER_S)
             except _UNREACHABLE as error:
+                # callers fail at once from here on, instead of each after its own two seconds
                 self._lose(error)
                 self._find({answer: self._connection})
 
@@ -149,6 +152,7 @@ class JobStore:
             connection.close()
 
     def _use(self, connection: _Connection, lost_s: float) -> None:
+        # the connection first: whoever sees no problem uses it
         self._connection, self._problem = connection, None
         _log.warning("%s: %s answers again, after %.0f s", self._who, self.place, lost_s)
 
@@ -194,9 +198,11 @@ def _serve(connect: Callable[[], Any], requests: _Requests) -> None:
     store = None
     while (item := requests.get()) is not None:
         request, answer = item
+        # whoever asked has given up: carrying it out now would be late, and holds up the next
         if not answer.set_running_or_notify_cancel():
             continue
         try:
+            # on this thread, since a name server may take seconds
             store = store or connect()
             answer.set_result(request(store))
         except Exception as error:
