@@ -49,7 +49,16 @@ if TYPE_CHECKING:
     from straggle.replay.wing import Replay
     from straggle.stuck.wing import StuckWatch
 
-_OPTIONAL = "links.job_pings", "members.meeting", "members.wing", "pools.pulling", "replay.wing", "stuck.wing"
+_OPTIONAL = (
+    "links.job_pings",
+    "members.meeting",
+    "members.wing",
+    "merge.late.device_watch",
+    "merge.round.queued_buffers",
+    "pools.pulling",
+    "replay.wing",
+    "stuck.wing",
+)
 
 
 def load_optional_parts() -> None:

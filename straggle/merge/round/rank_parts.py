@@ -10,7 +10,6 @@ from straggle.backward.device import Device, device_of
 from straggle.backward.device_clock import DeviceClock
 from straggle.backward.stages import StagePlan
 from straggle.merge.late.current_deadline import CurrentDeadline
-from straggle.merge.late.device_watch import DeviceWatch
 from straggle.merge.late.replica import Replica
 from straggle.merge.late.sides import MergeSide, TrainingSide
 from straggle.merge.late.stand_in import StandIn
@@ -72,6 +71,8 @@ class RankParts:
             queued=device.is_queued and not channel.groups_change,
         )
         if rounds.are_queued:
+            from straggle.merge.late.device_watch import DeviceWatch  # where there is a device with a queue
+
             rounds.watch_device(DeviceWatch(device, channel, stand_in.end_unlocked))
         among = rounds.ranks if channel.formed is None else channel.formed.ranks
         rounds.merge_among(channel.formed, among, 0)

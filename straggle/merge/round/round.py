@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import Tensor
 
 from straggle.backward.stages import Stage, StagePlan, mean_over
-from straggle.merge.late.device_watch import QueuedStep
 from straggle.merge.round.buffers import Share, StageBuffers
 from straggle.merge.round.gradients_in import GradientsIn, Usage
 from straggle.merge.round.step_passes import EqualPasses, Passes
@@ -26,6 +26,9 @@ from straggle.merge.wire.groups import ProcessGroups, succeeded
 from straggle.policies.estimators import FillIn
 from straggle.report import Cause, Phase
 from straggle.source.source import Slot
+
+if TYPE_CHECKING:
+    from straggle.merge.late.device_watch import QueuedStep
 
 Finished = tuple[int, Tensor, float]  # a parameter, its gradient of one backward pass, and when it was finished
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from straggle.backward.stages import StagePlan
-from straggle.merge.late.device_watch import DeviceWatch
 from straggle.merge.late.sides import MergeSide, TrainingSide
 from straggle.merge.options import Merge
 from straggle.merge.round.buffers import StageBuffers, keep_freed_memory
 from straggle.merge.round.gradients_in import Usage
-from straggle.merge.round.queued_buffers import QueuedBuffers
 from straggle.merge.round.round import Layout, Round, RoundTerms
 from straggle.merge.wire.groups import ProcessGroups
 from straggle.policies.merge_time import QUICK_S
 from straggle.source.source import Slot
+
+if TYPE_CHECKING:
+    from straggle.merge.late.device_watch import DeviceWatch
 
 _LOOKS_EVERY = 16  # steps: at the links
 _SLOW_S = QUICK_S / 4  # a link's latency, with which a small message between two ranks is no longer quick
@@ -47,7 +49,7 @@ class Rounds:
         self._all_or_nothing = all_or_nothing
         self._num_state = num_state
         self._num_replicas = num_replicas
-        self.are_queued, self._kind = queued, QueuedBuffers if queued else StageBuffers
+        self.are_queued, self._kind = queued, _queued_buffers() if queued else StageBuffers
         self.watch: DeviceWatch | None = None  # if the host does not wait for the device, what sees that it is stuck
         keep_freed_memory()
         self.begin_anew()
@@ -148,3 +150,10 @@ class Rounds:
             self._held.renew_held()
             self._spare = self._held
         self._held = None
+
+
+def _queued_buffers() -> type[StageBuffers]:
+    """Loaded where there is a device with a queue."""
+    from straggle.merge.round.queued_buffers import QueuedBuffers
+
+    return QueuedBuffers
