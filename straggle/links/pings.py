@@ -61,6 +61,18 @@ class _Round:
     is_busy: bool = False
     asks_out: bool = False  # the peers were pinged, and the ranks that were put out are to be
 
+    def add(self, way: Way, *, looks_slow: bool, as_slow_itself: bool) -> None:
+        """A way was measured; ``as_slow_itself``: that from this rank to itself is so, too, and the machine is busy."""
+        if looks_slow and as_slow_itself:
+            self.is_busy = True
+            return
+        self.doubted |= looks_slow
+        self.found.append((world.monotonic(), way))
+
+    def goes_on_with_out(self) -> None:
+        """The peers were pinged: the ranks that were put out are next."""
+        self.asks_out = True
+
 
 class Pings:
     """Of one rank, until `close`; from the first merge on that comes ``begins_s`` seconds after it was made.
@@ -229,14 +241,12 @@ class Pings:
             link = self._measured(peer, others, both_ways=peer in out, doubts=not is_long)
             if link is None:
                 continue
-            if _looks_slow(link, others):
-                if self._is_as_slow_itself(link):
-                    now.is_busy = True
-                    continue
-                now.doubted = True
-            now.found.append((world.monotonic(), Way(self._rank, peer, link)))
+            slow = _looks_slow(link, others)
+            itself = slow and self._is_as_slow_itself(link)
+            now.add(Way(self._rank, peer, link), looks_slow=slow, as_slow_itself=itself)
         if out and not (now.asks_out or is_long):
-            now.asks_out = self._is_due = True
+            now.goes_on_with_out()
+            self._is_due = True
             self._due_at = world.monotonic()
             return
         self._round = None

@@ -61,7 +61,7 @@ class MembersCompletion(Completion):
             if rank.rounds.groups is None or current.abandoned:
                 raise GroupsChanged
             if not apart and notes.last_message is None:
-                notes.last_message = rank.rounds.groups.data.barrier()
+                notes.end_with(rank.rounds.groups.data.barrier())
         # waking for each bucket, and then for the barrier, would take the core from the threads that merge
         if notes.last_message is not None and channel.ends_soon(notes.last_message):
             works = [(work, name) for work, name in works if not succeeded(work)]
@@ -83,9 +83,9 @@ class MembersCompletion(Completion):
         # asked again: while the members change, a step may be submitted before which others are let in
         row = without_lost(current.submitted.row, current, notes)._replace(admits=self._member.admits(current))
         current.buffers.write_telemetry(self._rank.replica.place, row.numbers())
-        notes.row_ranks = self._rank.rounds.ranks
-        notes.last_message = current.buffers.merge_telemetry(groups.control)
-        return notes.last_message
+        rows = current.buffers.merge_telemetry(groups.control)
+        notes.end_with(rows, self._rank.rounds.ranks)
+        return rows
 
     def _wait_formed(self, current: Round) -> None:
         rank = self._rank

@@ -189,10 +189,23 @@ class ElasticChannel(Channel):
         """Whether nothing is to be merged in this view any more."""
         return self.membership.view.generation > view.generation or self.closing or self._is_annulled(view)
 
-    def leave_groups(self) -> None:
-        """This rank is no member. While it kept its groups, its peers would have to keep theirs with it."""
+    def leave_groups(self, view: View) -> None:
+        """This rank is no member in ``view``. While it kept its groups, its peers would have to keep theirs with it."""
         self._formed = None
         self._keep_groups(())
+        self.pass_over(view)
+
+    def pass_over(self, view: View) -> None:
+        """This rank does not go on in ``view``, and waits for a newer one."""
+        self.generation = view.generation
+
+    def end(self, error: BaseException) -> None:
+        """The job ends here for this rank: whoever waits for the members raises this."""
+        self.ended = error
+
+    def close_soon(self) -> None:
+        """The model is being closed: nothing that the members merge is waited for."""
+        self.closing = True
 
     def _keep_groups(self, made: Sequence[GlooGroup]) -> None:
         old, self._made = self._made, made

@@ -59,8 +59,8 @@ class FailureDetector:
     ) -> None:
         self.is_on = False  # whether silent members are put out: from when this rank can go on without them
         self.healing: frozenset[int] = frozenset()  # members that could give no state now; written by the merge
-        self.without_state: frozenset[int] = frozenset()  # members that wait for their state; written by the merge
-        self.is_out = False  # this rank is no member, or its view is not formed yet; written by the merge
+        self._without_state: frozenset[int] = frozenset()  # members that wait for their state; written by the merge
+        self._is_out = False  # this rank is no member, or its view is not formed yet; written by the merge
         self.kept_out: Mapping[int, Leaving] = {}  # ranks that are no members while they are slow; see `keep_out`
         self.is_in_step: Callable[[], bool] = lambda: False  # whether the training thread is in a step
         self.alone = False  # this rank is no member, and no member gives a sign of life
@@ -120,6 +120,24 @@ class FailureDetector:
         self._broken_in = max(self._broken_in, generation)
         self._broken_at, self._replica_broke = world.monotonic(), self._replica_broke or of_replica
         self._wake.set()
+
+    def put_out_silent(self) -> None:
+        """From now on put out members that fall silent: this rank can go on without them."""
+        self.is_on = True
+
+    def follow_step(self, is_in_step: Callable[[], bool]) -> None:
+        """``is_in_step()``: whether this rank's training thread is in a step; asked by this thread and others."""
+        self.is_in_step = is_in_step
+
+    def note_own(self, *, is_out: bool) -> None:
+        """Note whether this rank is no member, or has yet to form the groups of its view; with the merge's lock."""
+        self._is_out = is_out
+
+    def note_healing(self, members: frozenset[int], without_state: frozenset[int] | None = None) -> None:
+        """Note which members could give no state now, and which wait for theirs, if that has changed; by the merge."""
+        self.healing = members
+        if without_state is not None:
+            self._without_state = without_state
 
     def keep_out(self, ranks: Mapping[int, Leaving]) -> None:
         """From now on put these ranks out, as far as the others may go on without them, and let none of them in."""
@@ -243,8 +261,8 @@ class FailureDetector:
 
     def _have_state(self, left: View, view: View) -> bool:
         """Whether one of the members that are left has the state; if none, members that were stopped are waited for."""
-        joined = view.joined if self.is_out else frozenset()
-        return bool(set(left.ranks) - self.without_state - joined)
+        joined = view.joined if self._is_out else frozenset()
+        return bool(set(left.ranks) - self._without_state - joined)
 
     def _look_from_outside(self, store: Any, view: View) -> None:
         """Learn how far the members are before this rank comes back, and whether one could let it in.

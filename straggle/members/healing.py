@@ -26,7 +26,6 @@ from straggle.members.ask_replica import all_have_state
 from straggle.members.elastic import ElasticChannel
 from straggle.members.member import Member
 from straggle.members.pace import Pace
-from straggle.members.regrouping import Regrouping
 from straggle.members.state_wire import Encoded, break_off, check_sendable, encode, receive, send
 from straggle.members.view import TOO_FAR_BEHIND, Leaving, View
 from straggle.merge.round.coordinator import Coordinator
@@ -48,7 +47,6 @@ _ASK_S = 0.5
 _LOOK_S = 0.005  # between two looks of the training thread that waits
 _SAY_S = 10.0  # of waiting after a step, before it is logged
 _MAX_BYTES = 1 << 40
-_PAGE_BYTES = 4096  # the smallest page of a system
 _OTHER_BYTES = 1 << 20  # of samplers, schedulers, and the policy's history
 
 _log = logging.getLogger(__name__)
@@ -63,23 +61,17 @@ class Healing:
         rank: RankParts,
         coordinator: Coordinator,
         member: Member,
-        regrouping: Regrouping,
         module: nn.Module,
         state: ModuleState,
         source: GradientSource,
     ) -> None:
         self._channel, self._membership = channel, channel.membership
         self._rank, self._coordinator, self._member = rank, coordinator, member
-        self._regrouping = regrouping
         self._module, self._module_state, self._source = module, state, source
         self._registered: Mapping[str, Any] = {}
         self._arrival: _Arrival | None = None
-        self._room: _Room | None = None  # for a copy of this rank's state, for a newcomer
         self._given_bytes = 0  # size of the state that was given last
         self.report = HealingReport()
-        regrouping.on_joined, regrouping.leaves = self.let_in, self.leave_if_lost
-        member.has_room = self._has_room
-        regrouping.is_back = lambda: member.is_back and coordinator.is_planned
 
     def register(self, objects: Mapping[str, Any]) -> None:
         """Add objects whose ``state_dict()`` is given with the model. Raises ``TypeError`` for one without it."""
@@ -91,14 +83,12 @@ class Healing:
     def before_step(self) -> None:
         """Between two steps: give this rank's state to a newcomer, or wait for another rank's state."""
         step = self._rank.training.step
-        if self._membership.inside.size == 1:  # the others of a replica cannot know in which pass this one raised
-            self._regrouping.ask_anew()
         if self._member.gives_state:
             self._give(step)
         else:
             self._make_room()
         until(lambda: self._may_enter(step), every_s=_LOOK_S)
-        self._member.awaits_state = False
+        self._member.goes_on()
 
     def _may_enter(self, step: int) -> bool:
         """Whether this rank takes part in ``step``, or is not to wait before it; takes a state if one has come."""
@@ -106,11 +96,11 @@ class Healing:
             self._rank.check_ended()
             if self._member.notice.asked and self._member.is_out:  # it is not to come back
                 return True
-            self._member.is_back = True
+            self._member.is_between_steps()
             arrival, begins = self._arrival, self._rank.merging.takes_part_from
             if step < begins and (begins < sys.maxsize or step < self._membership.detector.furthest_step):
                 return True  # its peers have made this step without this rank
-            self._member.awaits_state = True
+            self._member.waits_for_state()
             if begins != step or arrival is None or arrival.state is None:
                 return False
             self._take(arrival, arrival.state, loaders_too=False)
@@ -130,7 +120,8 @@ class Healing:
             if takes_part or self._is_made(following) or (member.notice.asked and member.is_out):
                 return True
             self._rank.check_ended()
-            member.is_back = member.awaits_state = True
+            member.is_between_steps()
+            member.waits_for_state()
             if is_long.is_due():
                 _log.warning(
                     "rank %d was out in step %d, and its peers have not made step %d yet: it waits to be let in, or to "
@@ -142,7 +133,7 @@ class Healing:
             return False
 
         until(may_end, every_s=_LOOK_S)
-        member.awaits_state = False
+        member.goes_on()
 
     def _is_made(self, step: int) -> bool:
         """Whether the members have made or begun this step, as far as this rank, which is no member, knows."""
@@ -154,14 +145,14 @@ class Healing:
         """Wait for the state before the first step of a rank that comes to a running job, and go on from it."""
         began_at, heard = world.monotonic(), Heard(self._channel.patience.silent_s, world.monotonic)
         asks = NowAndThen(_ASK_S, after_s=self._channel.patience.give_up_s)
-        self._member.awaits_state = True
+        self._member.waits_for_state()
 
         def arrived() -> _Arrival | None:
             arrival = self._arrival
             if arrival is not None and arrival.state is not None and self._was_reached(arrival.view):
                 return arrival
             self._rank.check_ended()
-            self._member.is_back = True  # also if it was put out because its state did not come
+            self._member.is_between_steps()  # also if it was put out because its state did not come
             if asks.is_due() and (why := self._given_up(world.monotonic() - began_at, heard)):
                 raise PeerFailed(
                     f"rank {self._channel.name} has asked to be let in, and the members "
@@ -173,7 +164,7 @@ class Healing:
         assert arrival is not None
         assert arrival.state is not None
         self._take(arrival, arrival.state, loaders_too=True)
-        self._member.awaits_state = False
+        self._member.goes_on()
 
     def _given_up(self, waited_s: float, heard: Heard) -> str:
         """The limit that is over for all members; nothing if one may still be outside of its step, as in a pause."""
@@ -188,6 +179,10 @@ class Healing:
     def _was_reached(self, view: View) -> bool:
         """Whether the coordinator has reached this view, or is past it; the state may arrive earlier."""
         return self._rank.merging.takes_part_from == view.step or self._channel.generation > view.generation
+
+    def is_back(self) -> bool:
+        """Whether the training thread would take a state, as far as the stages are planned."""
+        return self._member.is_back and self._coordinator.is_planned
 
     def let_in(self, view: View) -> None:
         """This rank is a member again from ``view.step`` on; called by the thread of `Regrouping`."""
@@ -222,15 +217,16 @@ class Healing:
 
     def _make_room(self) -> None:
         """Take memory for the state if a newcomer asks; it is let in after the step in which that is done."""
+        room = self._member.room
         if not self._membership.joins.wanted:
-            self._room = None
-        elif self._room is None and not self._membership.joins.refusal:
+            room.forget()
+        elif not room.is_asked_for and not self._membership.joins.refusal:
             try:
-                self._room = _Room(self._expected_bytes())
+                take = room.ask(self._expected_bytes())
             except TypeError as error:
                 self._refuse(error)
             else:
-                self._membership.spawn(self._room.take)
+                self._membership.spawn(take)
 
     def _expected_bytes(self) -> int:
         """Expected size of the state; asks only objects that lend their tensors, as others may copy them or block.
@@ -250,20 +246,17 @@ class Healing:
         _log.error("rank %d: no rank can come back to this job: %s", self._channel.name, error)
         self._membership.joins.refuse(f"the job's members cannot give it their state: {error}")
 
-    def _has_room(self) -> bool:
-        return (room := self._room) is not None and room.is_taken  # called by other threads too
-
     def _give(self, step: int) -> None:
         began_at = world.monotonic()
-        room, self._room = self._room, None
+        room = self._member.room.take_over()
         try:
-            encoded = encode(self._state(), None if room is None else room.memory)
+            encoded = encode(self._state(), room)
         except TypeError as error:  # of an object that was not asked before
             self._refuse(error)
             self._membership.spawn(self._send, encode(str(error)), step)  # no state: the newcomer asks again
             return
         self._given_bytes = len(encoded.data)
-        was_there = room is not None and room.has(encoded.data)
+        was_there = room is not None and room.data_ptr() == encoded.data.data_ptr()
         _log.info(
             "rank %d: copied its state in %.3f s, into memory that was %s",
             self._channel.name,
@@ -353,26 +346,6 @@ def is_loader(value: object) -> bool:
     return isinstance(value, DataLoader | Sampler | IterableDataset | Iterator) or (
         isinstance(value, Iterable) and not isinstance(value, Sized)
     )
-
-
-class _Room:
-    """Memory for a state, taken ahead: that takes six times as long as the copy, for which the peers wait."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self._num_bytes = num_bytes
-        self.memory: torch.Tensor | None = None  # all of it
-        self.is_taken = False  # also if there is not enough: then `encode` takes its own
-
-    def has(self, data: torch.Tensor) -> bool:
-        return self.memory is not None and self.memory.data_ptr() == data.data_ptr()
-
-    def take(self) -> None:
-        try:
-            memory = torch.empty(self._num_bytes, dtype=torch.uint8, device="cpu")
-            memory[::_PAGE_BYTES].zero_()
-            self.memory = memory
-        finally:
-            self.is_taken = True
 
 
 class _Arrival:

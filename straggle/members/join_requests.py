@@ -17,8 +17,7 @@ class Refused(ValueError):
 
 
 class JoinRequests:
-    """Requests by and to one incarnation of one rank. ``description``: what newcomers must share with the members.
-    ``own_probe``: the number and the seconds of the last probe of this rank; of a new process, any and 0.
+    """Requests by and to one incarnation of one rank.
 
     ``refusal``: why no rank at all can be let in; empty if one can be.
     ``wanted``: by member, the requests to be let in that this rank has read; all ranks of a member have to ask.
@@ -27,15 +26,23 @@ class JoinRequests:
 
     def __init__(self, rank: int, world_size: int, incarnation: str, inside: InReplica = ALONE) -> None:
         self._rank, self._world_size, self._incarnation, self._inside = rank, world_size, incarnation, inside
-        self.description = self.refusal = ""
-        self.own_probe: tuple[float, float] | None = None
+        self._description = self.refusal = ""
+        self._own_probe: tuple[float, float] | None = None
         self.wanted: Mapping[int, str] = {}
         self.probes: Mapping[int, tuple[float, float]] = {}
         self._number = 0  # the number of the request that was dealt with last
 
+    def describe(self, description: str) -> None:
+        """What newcomers must share with the members."""
+        self._description = description
+
+    def tell_probe(self, number: float, seconds: float) -> None:
+        """Say with the next requests what this rank's last probe took; of a new process, any number and 0."""
+        self._own_probe = number, seconds
+
     def ask(self, store: Any) -> None:
         """Ask to be let in; the members answer with a view that has this incarnation, or with a refusal."""
-        request = json.dumps([self._incarnation, self.description, self.own_probe])
+        request = json.dumps([self._incarnation, self._description, self._own_probe])
         store.set(f"join/{self._inside.rank(self._rank)}", request)
         store.add("joins", 1)
 
@@ -65,7 +72,7 @@ class JoinRequests:
                 if probe is not None:
                     probes[rank] = probe
                 continue
-            if why := _refusal(self.description, description) or self.refusal:
+            if why := _refusal(self._description, description) or self.refusal:
                 store.set(f"refused/{rank}/{incarnation}", why)
             else:
                 wanted[rank] = incarnation

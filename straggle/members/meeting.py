@@ -31,7 +31,7 @@ def meet_members(
     channel = ElasticChannel(elastic, give_up_s=give_up_s, of_replica=of_replica)
     versions = {"straggle": __version__, "torch": torch.__version__.partition("+")[0]}  # of a state that is given
     in_common = {**asdict(wrapped), **versions}
-    channel.membership.joins.description = json.dumps(in_common, sort_keys=True)
+    channel.membership.joins.describe(json.dumps(in_common, sort_keys=True))
     try:
         while not channel.comes_late and not _become_alike(channel, make_alike):
             channel.meet_members()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -15,6 +15,7 @@ from straggle.members.membership import Membership
 from straggle.members.moved_round import Notes, RoundNotes, freeze, go_on, travels
 from straggle.members.notice import Notice
 from straggle.members.put_out import PutOut
+from straggle.members.state_wire import StateRoom
 from straggle.members.view import MergeProgress, Repair, View
 from straggle.members.view_chain import Hold
 from straggle.merge.round.rank_parts import RankParts
@@ -35,7 +36,7 @@ class Member:
 
     It has three kinds of callers. The thread of `Regrouping` calls `freeze`, `telemetry_of`, `regroup`, `put_out` and
     `end`; `healing.py` calls the methods after them; all of these take the lock. The methods at the end are called by
-    the coordinator and its parts, which hold the lock. ``is_back`` and ``awaits_state`` are written by the training
+    the coordinator and its parts, which hold the lock. ``is_back`` and ``_awaits_state`` are set by the training
     thread alone.
     """
 
@@ -43,15 +44,15 @@ class Member:
         self._rank = rank
         self._lock = rank.merging.lock
         self._membership = membership
-        membership.detector.is_in_step = lambda: self.is_in_step
+        membership.detector.follow_step(lambda: self.is_in_step)
         self.notice = Notice(membership, is_out=lambda: self.is_out)
         self.slow: PutOut | None = None  # who is put out because it is slow; `None`: no rank
         self.changed_in = -1  # the step in which the members changed last, the same on all of them
         self.is_closed = False  # the model is
         self.fell_behind = False  # a member that needs a state, because more steps were merged than may wait for it
         self.is_back = False  # the training thread has been between two steps since
-        self.awaits_state = False  # it waits for its state and does nothing else
-        self.has_room: Callable[[], bool] = lambda: False  # for its state's copy
+        self._awaits_state = False  # it waits for its state and does nothing else
+        self.room = StateRoom()  # for its state's copy
         self._last_taken_at = 0  # the step that was being merged when it last took a merged step
         self._away = Away(rank)
         self._catch_up: tuple[int, int] | None = None  # a healed rank: the step it must reach, and its lag then
@@ -159,7 +160,7 @@ class Member:
         notes = self.notes_of(current)
         if current.step == repair.completed:
             current.buffers.use_telemetry(telemetry)
-            notes.complete = True
+            notes.found_complete()
         elif current.step == repair.step:
             place_of = {rank: place for place, rank in enumerate(view.ranks)}
             renew = self._rank.rounds.new_buffers
@@ -169,7 +170,7 @@ class Member:
         """This rank is let in; it gives no gradients until it has its state."""
         training, merging = self._rank.training, self._rank.merging
         merging.takes_part_from, self._tables, self._catch_up = view.step, [], None
-        self._membership.detector.is_out = False
+        self._membership.detector.note_own(is_out=False)
         merging.restore(repair.step)
         self._last_taken_at = self._came_in_at = repair.step
         merging.begin_now(self._rank.stopwatch.now())
@@ -191,10 +192,10 @@ class Member:
             self._rank.channel.epoch += 1
             self._rank.rounds.merge_among_none()
             merging.takes_part_from, self._gives_at, self._admits_after = sys.maxsize, -1, -1
-            self._membership.detector.is_out = True
+            self._membership.detector.note_own(is_out=True)
             if (current := merging.round) is not None:  # whoever still has it would hold the groups' connections
                 current.let_go()
-                self.notes_of(current).last_message = None
+                self.notes_of(current).forget_message()
             self.is_back = self.is_back and self.fell_behind  # if it fell behind, it is known already that it was away
             self.fell_behind = False
             merging.restore(merging.step)
@@ -216,7 +217,23 @@ class Member:
         with self._lock:
             self._rank.stand_in.end(error)
 
-    # -- this rank's state, given and taken; called by `healing.py`
+    # -- this rank's state, given and taken; called by `healing.py`, on the training thread
+
+    def judge_slow(self, put_out: PutOut) -> None:
+        """From the first step on, members that are slow are put out as this says."""
+        self.slow = put_out
+
+    def is_between_steps(self) -> None:
+        """Note that the training thread is between two steps, and would take a state there."""
+        self.is_back = True
+
+    def waits_for_state(self) -> None:
+        """Note that it waits for its state, and does nothing else."""
+        self._awaits_state = True
+
+    def goes_on(self) -> None:
+        """Note that it waits no more."""
+        self._awaits_state = False
 
     @property
     def gives_state(self) -> bool:
@@ -325,7 +342,7 @@ class Member:
         return (
             bool(self._membership.joins.wanted)
             and not self.notice.asked
-            and self.has_room()
+            and self.room.is_taken
             and self._rank.stand_in.started
         )
 
@@ -353,9 +370,9 @@ class Member:
         if self.fell_behind:  # a rank that is to take a state needs nothing of the ring
             self._rank.ring.clear()
         place, stood_in = self._rank.replica.place, table.stood_in_ranks()
-        membership.step = self._rank.merging.step
+        membership.merged(self._rank.merging.step)
         self._note_healing(self._healing & stood_in)
-        membership.detector.healing = stood_in
+        membership.detector.note_healing(stood_in)
         if missed := stood_in - self._healing:
             speaks = place == min(set(self._rank.rounds.ranks) - stood_in, default=-1)
             self._away.merged(step, missed, table.away_ranks(), speaks=speaks)
@@ -377,7 +394,7 @@ class Member:
             self._freeze()  # so that nothing of the next step is in flight when newcomers come in
             membership.chain.hold(Hold(step + 1, leads))
         # it has the connections of its groups, which take 10 ms each to close: not when the loop drops this round
-        self.notes_of(current).last_message = None
+        self.notes_of(current).forget_message()
 
     def _hold(self, step: int) -> None:
         """This rank's replica lets others in after ``step``: one of its ranks writes the view, for all shards."""
@@ -399,9 +416,9 @@ class Member:
             self.slow.merged(step, table, len(self._rank.rounds.plan.buckets()), self._rank.rounds.plan.shares)
 
     def _note_healing(self, ranks: frozenset[int]) -> None:
-        self._healing = self._membership.detector.healing = ranks
+        self._healing = ranks
         own = {self._rank.channel.rank} if self._catch_up is not None else set()
-        self._membership.detector.without_state = ranks - own
+        self._membership.detector.note_healing(ranks, without_state=ranks - own)
 
     def taken(self) -> None:
         """Note that the training thread has taken a merged step."""
@@ -444,7 +461,7 @@ class Member:
         max_lag = self._rank.deadline.late_handling.max_lag
         if self._rank.stand_in.gives_nothing:
             stuck = self._rank.merging.step - self._last_taken_at >= max(max_lag, _NEWCOMERS_LAG)
-            return stuck and not (self.awaits_state or self.fell_behind)
+            return stuck and not (self._awaits_state or self.fell_behind)
         return len(self._rank.ring) - int(self._rank.training.taking) >= max_lag
 
     def _end_healing_if_caught_up(self) -> None:

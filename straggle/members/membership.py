@@ -92,7 +92,7 @@ class Membership:
         self.step = -1  # the step of this rank's merge; sent with its signs of life
         self.is_closed = False  # nothing is waited for any more
         self.left_for_good = False  # it left by its own will, and does not ask to be let in again
-        self.why_it_ends = DONE  # what the others are told when its loop is over
+        self._why_it_ends = DONE  # what the others are told when its loop is over
         self.connections = Connections(connect)
         self.joins = JoinRequests(rank, world_size, self.incarnation, inside)
         self.chain = ViewChain(rank, self.incarnation, StoredView(world_size), inside.kind)
@@ -299,6 +299,22 @@ class Membership:
                 if self.chain.propose(store, view, following):
                     return
 
+    def leave_for_good(self) -> None:
+        """This rank is out, or leaves with its peers' agreement, and is not to ask to be let in again."""
+        self.left_for_good = True
+
+    def may_return(self) -> None:
+        """It left with an error, and its loop goes on all the same."""
+        self.left_for_good = False
+
+    def ends_as_told(self) -> None:
+        """When its loop is over the others are told that it had a notice."""
+        self._why_it_ends = NOTICE
+
+    def merged(self, step: int) -> None:
+        """``step`` is the one to be merged next: the others are told so by signs of life."""
+        self.step = step
+
     def leave_at_the_end(self) -> None:
         """Leave when this rank's loop is over; first wait for a moment for the others to come as far.
 
@@ -337,7 +353,7 @@ class Membership:
 
                 until(are_as_far, every_s=0.02, limit_s=ends_at - world.monotonic())
             if is_last:
-                self.leave(self.why_it_ends)
+                self.leave(self._why_it_ends)
         except (RuntimeError, OSError, ValueError) as error:
             _log.info("%s left without notice: %s", self._own, error)
 

@@ -32,6 +32,25 @@ class Notes:
     last_message: dist.Work | None = None
     complete: bool = False
 
+    def end_with(self, message: dist.Work, row_ranks: tuple[int, ...] | None = None) -> None:
+        """``message`` ends when all members have all; ``row_ranks``: it merges the rows of these."""
+        self.last_message = message
+        if row_ranks is not None:
+            self.row_ranks = row_ranks
+
+    def forget_message(self) -> None:
+        """Of groups that are not used any more: it has their connections."""
+        self.last_message = None
+
+    def found_complete(self) -> None:
+        """Note that some member had the step complete: all rows are here."""
+        self.complete = True
+
+    def lose(self, buckets: frozenset[int]) -> None:
+        """These are lost, and what was launched is of no more use."""
+        self.lost |= buckets
+        self.last_message = None
+
 
 class RoundNotes:
     """The notes of one member's rounds, each as long as there is that round; with the lock of the merge."""
@@ -79,8 +98,7 @@ def go_on(
     lost = frozenset(b for b in range(num_launched) if b not in notes.merged)
     if lost or not all(work.is_completed() for work in chain.from_iterable(current.launched)):
         current.move(renew(), lost)
-    notes.lost |= lost - repair.given.keys()
-    notes.last_message = None
+    notes.lose(lost - repair.given.keys())
     launched: list[list[dist.Work]] = [[] for _ in range(num_launched)]
     for bucket in range(num_launched):
         if (giver := repair.given.get(bucket)) is not None:

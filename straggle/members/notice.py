@@ -85,6 +85,6 @@ class Notice(Departure):
         """A step is merged: note what follows from all rows."""
         if place in table.leaving_ranks():
             self._left_after = step
-            self._membership.left_for_good = True
+            self._membership.leave_for_good()
         elif table.ends():
             self._ends_after = step

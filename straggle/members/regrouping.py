@@ -6,6 +6,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -35,36 +36,48 @@ _RETURN_S = 10.0  # within which a returning rank is not counted as missing
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class MembershipEvents:
+    """What a rank does when something becomes of its membership; called by the thread of `Regrouping`, with no lock.
+
+    ``let_in(view)``: it is let in. ``look()``: it is a member, and may have to leave. ``changed(report)``: the members
+    have changed, and their groups are formed. ``is_back()`` is asked while it is out: whether its training thread would
+    take a state.
+    """
+
+    let_in: Callable[[View], None] = lambda _: None
+    look: Callable[[], None] = lambda: None
+    changed: Callable[[MembersReport], None] = lambda _: None
+    is_back: Callable[[], bool] = lambda: False
+
+
 class Regrouping:
-    """The thread that takes a rank from view to view, from `start` to `close`.
+    """The thread that takes a rank from view to view, from `start` to `close`, and tells ``events`` of it.
 
     The gradients of a step are merged in at most ``max_buckets``, whatever the stages.
     A rank that was put out asks to be let in again as soon as its training thread is back.
     """
 
-    def __init__(self, channel: ElasticChannel, member: Member, *, max_buckets: int) -> None:
+    def __init__(self, channel: ElasticChannel, member: Member, events: MembershipEvents, *, max_buckets: int) -> None:
         self._channel, self._membership, self._member = channel, channel.membership, member
+        self._events = events
         self._max_buckets = max_buckets
         self._closing = world.Event()
         self._newer_at = world.monotonic()  # when the members changed last
         self._asked_at: float | None = None
         self._silence = Silence(_LOOK_S)  # the silence of the job's store
-        self.on_joined: Callable[[View], None] | None = None  # called when this rank was let in
-        self.leaves: Callable[[], None] | None = None  # leaves the members if this rank has to
-        self.is_back: Callable[[], bool] | None = None  # whether the training thread would take a state
-        self.on_changed: Callable[[MembersReport], None] | None = None
         self._reported = self._membership.view  # the view up to which changes were reported
         self._thread = world.Thread(target=self._run, name="straggle-regrouping", daemon=True)
 
     def start(self) -> None:
         """Start the thread: from now on the remaining members go on if one leaves."""
-        self._membership.detector.is_on = True
+        self._membership.detector.put_out_silent()
         self._thread.start()
 
     def close(self) -> None:
         """End the thread."""
         self._closing.set()
-        self._channel.closing = True
+        self._channel.close_soon()
         end_of([self._thread], _END_S)  # unless a hook holds the model's last reference: this thread itself closes it
 
     def ask(self) -> None:
@@ -75,7 +88,7 @@ class Regrouping:
     def ask_anew(self) -> None:
         """Ask to be let in, if this rank left with an error and its loop goes on all the same."""
         if self._membership.left_for_good and not self._member.notice.asked:
-            self._membership.left_for_good = False
+            self._membership.may_return()
             self.ask()
 
     def _run(self) -> None:
@@ -90,7 +103,7 @@ class Regrouping:
         except BaseException as error:
             if not self._closing.is_set():
                 self._member.end(error)
-                self._channel.ended = error
+                self._channel.end(error)
                 if isinstance(error, TooFewRanks):
                     self._membership.end(str(error))
                 if self._membership.inside.size > 1:
@@ -114,8 +127,8 @@ class Regrouping:
 
     def _look(self) -> None:
         """Do what is due now, or wait for a moment."""
-        if self._membership.is_member and self.leaves is not None:
-            self.leaves()
+        if self._membership.is_member:
+            self._events.look()
         self._member.notice.look(self._membership.connections.own)
         asks = self._asked_at is not None and not self._membership.is_member
         if asks:
@@ -149,7 +162,7 @@ class Regrouping:
             self._membership.joins.check_refused(self._membership.connections.own())
             if world.monotonic() - self._asked_at > _ASK_AGAIN_S:  # the member that read the request may be gone
                 self.ask()
-        elif not self._membership.left_for_good and self.is_back is not None and self.is_back():
+        elif not self._membership.left_for_good and self._events.is_back():
             self.ask()
 
     def _follow(self) -> None:
@@ -161,14 +174,13 @@ class Regrouping:
         if view.generation <= self._channel.generation:
             return
         if self._member.notice.has_left:  # its training thread has yet to take its last step
-            self._channel.generation = view.generation
+            self._channel.pass_over(view)
             return
         self._check_number(view, with_returning=True)
         if not membership.is_member:
             self._member.put_out()
-            self._channel.leave_groups()
             self._say_why(view)
-            self._channel.generation = view.generation
+            self._channel.leave_groups(view)
             return
         if self._asked_at is not None and not self._member.is_out:
             self._member.put_out()  # the view that put this rank out was skipped: this newer one was there first
@@ -182,10 +194,10 @@ class Regrouping:
         try:
             if not self._channel.form(view):
                 return
-            if joins and self.on_joined is not None:
+            if joins:
                 self._asked_at = None
                 membership.joins.answered(membership.connections.own())
-                self.on_joined(view)
+                self._events.let_in(view)
             self._regroup(view, progress)
         except GroupsChanged:
             return
@@ -222,8 +234,8 @@ class Regrouping:
     def _report(self, view: View, seconds: float) -> None:
         changes = view.changes_since(self._reported, dict(self._membership.chain.changes))
         self._reported = view
-        if self.on_changed is not None and changes:
-            self.on_changed(
+        if changes:
+            self._events.changed(
                 MembersReport(
                     view.generation,
                     self._membership.step,

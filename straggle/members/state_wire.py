@@ -26,6 +26,7 @@ Form: TypeAlias = "tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]"  # of a
 MAX_DEPTH = 50  # lists in dicts in tuples
 CHUNK_BYTES = 2**18, 2**24  # size of the first chunks, and the largest size; each chunk may take the group's time limit
 
+_PAGE_BYTES = 4096  # the smallest page of a system
 _NUM_CHUNKS = 256  # chunks of a state if the network's latency is short beside a chunk
 _OUTWEIGHS = 4.0  # a chunk is to take so many times the latency
 
@@ -149,6 +150,58 @@ def receive(group: Any, peer: int, *, max_bytes: int) -> Any:
             group.send([has_it], peer, _TAG).wait()
             begin = end
     return decode(bytes(header), data)
+
+
+class StateRoom:
+    """Memory for a copy of this rank's state, taken before a newcomer is let in: that takes six times as long as the
+    copy, for which the peers wait.
+
+    The training thread asks for it and takes it over; a thread of its own fills it, and others ask whether it is there.
+    """
+
+    def __init__(self) -> None:
+        self._room: _Room | None = None
+
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether it is there, or about to be."""
+        return self._room is not None
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether it is there, or cannot be had: then the copy takes its own."""
+        return (room := self._room) is not None and room.is_taken
+
+    def ask(self, num_bytes: int) -> Callable[[], None]:
+        """Begin it; what is returned takes the memory, on another thread."""
+        self._room = room = _Room(num_bytes)
+        return room.take
+
+    def take_over(self) -> torch.Tensor | None:
+        """The memory, if there is any; from now on there is none here."""
+        room, self._room = self._room, None
+        return None if room is None else room.memory
+
+    def forget(self) -> None:
+        """No rank comes: free it."""
+        self._room = None
+
+
+class _Room:
+    """One piece of memory."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self.memory: torch.Tensor | None = None  # all of it
+        self.is_taken = False  # also if there is not enough
+
+    def take(self) -> None:
+        try:
+            memory = torch.empty(self._num_bytes, dtype=torch.uint8, device="cpu")
+            memory[::_PAGE_BYTES].zero_()
+            self.memory = memory
+        finally:
+            self.is_taken = True
 
 
 def break_off(group: Any, peer: int) -> None:

@@ -17,8 +17,7 @@ from straggle.members.member import Member
 from straggle.members.own_collectives import OwnCollectives
 from straggle.members.probe import Probes
 from straggle.members.put_out import PutOut
-from straggle.members.regrouping import Regrouping
-from straggle.members.view import NOTICE
+from straggle.members.regrouping import MembershipEvents, Regrouping
 from straggle.merge.round.coordinator import Coordinator
 from straggle.merge.round.rank_parts import RankParts
 from straggle.merge.round.round import Round
@@ -73,16 +72,13 @@ class Members(Wing):
         put_out: dict[str, Any] = {}
         vote = self._rank.replica.vote
         if vote is None or self.channel.membership.inside.size == 1:
-            self.member.slow = put_out["straggle.put_out"] = PutOut(
-                self.channel.membership, num_bytes=coordinator.num_bytes
-            )
+            put_out["straggle.put_out"] = slow = PutOut(self.channel.membership, num_bytes=coordinator.num_bytes)
+            self.member.judge_slow(slow)
         else:  # each shard has rows and links of its own: no replica is put out because it is slow
             vote.question = AskReplica(self.member, self.channel.membership)
-        self.regrouping = Regrouping(self.channel, self.member, max_buckets=max_buckets)
-        self.regrouping.on_changed = on_changed
-        self.healing = Healing(
-            self.channel, self._rank, coordinator, self.member, self.regrouping, module, state, source
-        )
+        self.healing = healing = Healing(self.channel, self._rank, coordinator, self.member, module, state, source)
+        events = MembershipEvents(healing.let_in, healing.leave_if_lost, on_changed, healing.is_back)
+        self.regrouping = Regrouping(self.channel, self.member, events, max_buckets=max_buckets)
         self.healing.register({**put_out, **shared})
         if self.comes_late:
             self.member.put_out()
@@ -111,7 +107,7 @@ class Members(Wing):
     def _come_late(self) -> None:
         """Ask the members of the running job to be let in."""
         self.comes_late = False
-        self.channel.membership.joins.own_probe = self._of_new_process()
+        self.channel.membership.joins.tell_probe(*self._of_new_process())
         order, seconds = self.channel.plan()
         self._begin_with_plan(list(map(int, order)), seconds)
         self._coordinator.make_spare()
@@ -132,6 +128,8 @@ class Members(Wing):
         if self.comes_late:
             self._come_late()
         own_s = self._probes.came()
+        if self.channel.membership.inside.size == 1:  # the others of a replica cannot know in which pass it raised
+            self.regrouping.ask_anew()
         self.healing.before_step()
         if not self.member.is_out_for_work:
             self._probes.forget()
@@ -145,7 +143,7 @@ class Members(Wing):
     def _tell_probe(self, seconds: float) -> None:
         """Say with the next request to be let in what a step of this rank's own work takes now."""
         step = self._rank.training.step
-        self.channel.membership.joins.own_probe = float(step + 1), seconds
+        self.channel.membership.joins.tell_probe(float(step + 1), seconds)
         _log.info("rank %d: %.3f s for a step of its own, while it is no member", self._rank.channel.name, seconds)
 
     def stands_in(self) -> None:
@@ -206,13 +204,13 @@ class Members(Wing):
         until(lambda: membership.lost, every_s=0.01, limit_s=_GONE_S)
         self._rank.check_ended()
         if not membership.is_member:
-            membership.left_for_good = True  # what the ranks of the replica have in common is broken
+            membership.leave_for_good()  # what the ranks of the replica have in common is broken
             raise PeerFailed(self.regrouping.of_lost_replica(membership.lost))
 
     def close(self) -> None:
         """End the thread that follows the members."""
         self._own_collectives.close(self.channel.uncaught)
         if self.member.notice.peers_go_on:
-            self.channel.membership.why_it_ends = NOTICE
+            self.channel.membership.ends_as_told()
         self.regrouping.close()
         self.member.close()

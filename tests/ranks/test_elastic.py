@@ -664,7 +664,8 @@ def finish_steps_while_others_ask(rank):
     coordinator.start()
     try:
         begin_step()
-        membership.joins.wanted, member.has_room = {rank: "another incarnation"}, lambda: True
+        membership.joins.wanted = {rank: "another incarnation"}
+        member.room.ask(1)()
         coordinator.finish(truncated=False, scalars={})
         held.append(membership.chain.held)
         membership.chain.held, admits = None, member.telemetry_of(0)
@@ -740,7 +741,7 @@ def begun_while_it_is_out(rank, catches_up):
     coordinator.start()
     try:
         member.put_out()
-        member.awaits_state = True
+        member.waits_for_state()
         member.regroup(channel.groups, view.with_joined(view.members, step=0, giver=rank), Repair(0), torch.empty(0))
         while merging.step < 3:
             time.sleep(0.001)

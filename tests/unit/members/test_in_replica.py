@@ -126,7 +126,8 @@ def watched(number: int, exited: Exited, *, over: Sequence[int] = (), in_step: b
     for rank in over:
         store.set(key_of_end(f"0-{rank // 2}", rank), "")
     watching, until = ranks[number], time.monotonic() + LIMIT_S
-    watching.detector.is_on, watching.detector.is_in_step = True, lambda: in_step
+    watching.detector.put_out_silent()
+    watching.detector.follow_step(lambda: in_step)
     watching.detector.start()
     while watching.view == first and watching.detector.num_looks < 3:
         assert time.monotonic() < until

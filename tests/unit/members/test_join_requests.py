@@ -20,7 +20,7 @@ def test_of_a_rank_that_is_kept_out_the_leader_takes_what_its_probe_says_and_let
     asking.ask(store)
     leader.hear(store, VIEW, {1})
     assert (leader.wanted, leader.probes) == ({}, {})
-    asking.own_probe = 7.0, 0.25
+    asking.tell_probe(7.0, 0.25)
     asking.ask(store)
     leader.hear(store, VIEW, {1})
     assert (leader.wanted, leader.probes) == ({}, {1: (7.0, 0.25)})
@@ -36,7 +36,8 @@ def answered(**theirs: object) -> str | None:
     """What a newcomer is told that differs so from the members; ``None`` if it is wanted."""
     store = dist.HashStore()
     asks, leader = JoinRequests(1, 2, "new"), JoinRequests(0, 2, "a")
-    asks.description, leader.description = json.dumps({**OURS, **theirs}), json.dumps(OURS)
+    asks.describe(json.dumps({**OURS, **theirs}))
+    leader.describe(json.dumps(OURS))
     asks.ask(store)
     leader.hear(store, View(3, {0: "a"}), ())
     try:

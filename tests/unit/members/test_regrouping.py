@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from straggle.members.in_replica import ALONE
 from straggle.members.join_requests import JoinRequests
-from straggle.members.regrouping import Regrouping
+from straggle.members.regrouping import MembershipEvents, Regrouping
 from straggle.members.view import Leaving, MergeProgress, View
 from straggle.members.view_chain import Hold
 
@@ -27,16 +27,18 @@ class FollowedOnce:
             is_member=True,
             least=1,
             chain=chain,
-            detector=SimpleNamespace(num_looks=0, num_turns=0),
+            detector=SimpleNamespace(num_looks=0, num_turns=0, put_out_silent=lambda: None),
             joins=SimpleNamespace(ask=lambda _: None),
             connections=SimpleNamespace(own=lambda: None),
             check_done=lambda: None,
             inside=ALONE,
         )
         self.channel = SimpleNamespace(membership=membership, generation=0, rank=1, give_up_s=60.0, form=self._form)
+        self.channel.close_soon, self.channel.pass_over = lambda: None, self._pass_over
+        self.channel.leave_groups = self._pass_over
         notice = SimpleNamespace(look=lambda _: None, has_left=has_left, asked=has_left)
         self.member = SimpleNamespace(is_out=is_out, put_out=self._put_out, freeze=self._freeze, notice=notice)
-        self.regrouping = Regrouping(self.channel, self.member, max_buckets=1)
+        self.regrouping = Regrouping(self.channel, self.member, MembershipEvents(), max_buckets=1)
 
     def _put_out(self):
         self.done.append("put out")
@@ -45,6 +47,9 @@ class FollowedOnce:
     def _freeze(self):
         self.done.append("freeze")
         return MergeProgress(-1 if self.member.is_out else 7)
+
+    def _pass_over(self, view):
+        self.channel.generation = view.generation
 
     def _form(self, view):
         self.channel.generation = view.generation
