@@ -716,7 +716,9 @@ def coordinator_of(channel, slots, plan, policy):
     deadline = CurrentDeadline(policy, LateHandling(), world_size=channel.world_size)
     rank = RankParts.build(slots, plan, channel, Replica.of_one_rank(channel), deadline, Merge(), num_state=0)
     members = Members(rank, channel)
-    coordinator = Coordinator(rank, slots, fill_in=FillIn(Abstain()), merge=Merge(), wings=Wings(members))
+    coordinator = Coordinator(
+        rank, slots, fill_in=FillIn(Abstain()), merge=Merge(), wings=Wings(members), submit_hooks={}
+    )
     return coordinator, members.member
 
 
