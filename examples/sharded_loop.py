@@ -19,8 +19,8 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     rank = dist.get_rank()
     torch.manual_seed(rank)
-    loader = [(x, x.sum(1, keepdim=True)) for x in torch.randn(40, 16, 8)]
-    blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)]
+    loader = [(x, x.sum(1, keepdim=True)) for x in torch.randn(30, 16, 8)]
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(2)]
     net = nn.Sequential(nn.Linear(8, 64), *blocks, nn.Linear(64, 1))
     if rank == 3:
         net[2].register_forward_hook(lambda *_: time.sleep(0.1))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,7 @@ def config_dir() -> Path:
     return next(path for path in (package / "conf", package.parent / "conf") if path.is_dir())
 
 
+@cache
 def usual_values(name: str) -> dict[str, Any]:
     """The keys of a command's configuration, each with the value that ``conf/`` gives it; a group's is ``None``."""
     own: Any = OmegaConf.to_container(OmegaConf.load(config_dir() / f"{name}.yaml"), resolve=True)

@@ -320,7 +320,7 @@ def test_file_that_is_no_trace_is_refused(text: str, message: str, tmp_path: Pat
 @pytest.mark.slow
 def test_long_run_of_many_ranks_stays_small(tmp_path: Path) -> None:
     few = write_report(write_run(tmp_path / "few", slow_run(8, 4))).stat().st_size
-    many = write_report(write_run(tmp_path / "many", slow_run(500, 130))).stat().st_size
+    many = write_report(write_run(tmp_path / "many", slow_run(260, 130))).stat().st_size
     assert many - few < 1.2e6
 
 
