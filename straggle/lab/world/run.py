@@ -75,6 +75,7 @@ class Job:
     handlers: dict[tuple[int, int], Callable[..., Any]] = field(default_factory=dict)  # by process and signal
     starts: dict[int, int] = field(default_factory=dict)  # how often each rank was started again
     told: set[int] = field(default_factory=set)  # processes that were told to end soon
+    statuses: dict[int, int] = field(default_factory=dict)  # by process that has ended itself at once
     num_processes: int = 0
     num_to_start: int = 0
 
@@ -140,9 +141,13 @@ class Job:
         else:
             thread.interrupts.append(lambda: handler(which, None))
 
-    def kill_self(self, _status: int) -> None:
-        """The same of the process that calls this."""
-        self.kill(self.scheduler.current.rank)
+    def end_self(self, status: int) -> None:
+        """End the process that calls this at once, with this status."""
+        me = self.scheduler.current
+        self.statuses[me.process] = status
+        if me.process == self.training[me.rank].process:
+            self.kill(me.rank)
+        self.scheduler.dead.add(me.process)
         self.scheduler.check()
 
     def at(self, when: float, rank: int, turns: int, call: Callable[[], None]) -> None:
@@ -219,7 +224,7 @@ def simulated(
     others = {
         **own,
         "process": scheduler.process,
-        "end_process": job.kill_self,
+        "end_process": job.end_self,
         "finalize": job.finalize,
         "has_sockets": False,
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -24,6 +24,8 @@ class Server:
         self._num_away = 0  # for how many reasons it answers nobody
         self.data: dict[str, bytes] = {}
         self.waiters: list[Thread] = []
+        self.number = 0  # how often it was killed: connections to an earlier one are closed
+        self.is_down = False
 
     def answers(self, rank: int) -> bool:
         """Whether this rank's requests are answered now."""
@@ -38,6 +40,16 @@ class Server:
         self._num_away -= 1
         self.world.wake(self.waiters)
 
+    def kill(self) -> None:
+        """Its process is gone: what it had is lost, and connections to it close."""
+        self.data.clear()
+        self.number, self.is_down = self.number + 1, True
+        self.world.wake(self.waiters)
+
+    def start(self) -> None:
+        """Another one is in its place, which has nothing."""
+        self.is_down = False
+
     def mend(self, rank: int) -> None:
         """This rank's requests come again."""
         self.cut[rank] -= 1
@@ -50,6 +62,9 @@ class Store(dist.Store):  # type: ignore[name-defined, misc]
     def __init__(self, server: Server, timeout: timedelta = timedelta(seconds=300)) -> None:
         super().__init__()
         self.server, self._timeout = server, timeout
+        self._number = server.number
+        if server.is_down:
+            raise dist.DistNetworkError("The client socket has failed to connect to the store: connection refused")
 
     @property
     def timeout(self) -> timedelta:
@@ -115,11 +130,23 @@ class Store(dist.Store):  # type: ignore[name-defined, misc]
         if world.check().holds:
             raise world.broken("a thread asks the store while it holds a lock")
         world.sleep(world.random.expovariate(1 / self.server.answer_s))
-        while not self.server.answers(world.current.rank):
+        while self._is_open() and not self.server.answers(world.current.rank):
             world.wait(self.server.waiters)
-        answer = request(self.server.data)
+        answer = request(self.server.data) if self._is_open() else None
         world.sleep(world.random.expovariate(1 / self.server.answer_s))
-        return answer
+        if not self._is_open():
+            raise dist.DistNetworkError("failed to recv, got 0 bytes. Connection was likely closed")
+        return cast(Answer, answer)
+
+    def _is_open(self) -> bool:
+        return self._number == self.server.number
+
+
+class Outside(Store):
+    """A connection of whoever runs the world: it answers at once, and no time passes."""
+
+    def _ask(self, request: Callable[[dict[str, bytes]], Answer]) -> Answer:
+        return request(self.server.data)
 
 
 class PrefixStore(dist.Store):  # type: ignore[name-defined, misc]

@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from straggle.merge.wire.store import server_of
 
 PREFIX = "straggle/agents"
 
 
 def at_root(store: Any) -> Any:
     """The store itself, whatever connection to it the caller has; keys begin with `PREFIX`."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store
+    return server_of(store)
 
 
 def said(store: Any, key: str) -> str | None:
