@@ -120,7 +120,9 @@ def train(rank: int, board: Board, loop: Loop) -> Outcome:
     deadline = None if loop.deadline_s is None else FixedDeadline(loop.deadline_s)
     late_handling = LateHandling(max_lag=loop.max_lag, give_up_s=loop.give_up_s)
     options = {"stages": loop.stages, "deadline": deadline, "estimator": loop.estimator, "members": loop.elastic}
-    with staged(loop.network(), late_handling=late_handling, **options) as model:
+    network = loop.network()
+    network.register_forward_pre_hook(lambda *_: time.sleep(STEP_S))  # which a rank that is late skips
+    with staged(network, late_handling=late_handling, **options) as model:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.99)
         begun = step = model.register_state(optimizer=optimizer, scheduler=scheduler, data=data)
@@ -128,7 +130,6 @@ def train(rank: int, board: Board, loop: Loop) -> Outcome:
         while step < board.end:
             with model.step():
                 batch = data.draw(rank)  # before all that may stop the step, so that it is drawn in each
-                time.sleep(STEP_S)
                 if loop.hit is not None and loop.hit(rank, step, board):
                     break
                 model(batch).square().mean().backward()

@@ -21,10 +21,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -32,8 +34,11 @@ from network import Network, enter
 from ranks import Raised, outcome_of  # which sets what the server of forks has loaded
 from stores import serve_store
 
+from straggle.backward import stages
 from straggle.lab.world import run as simulated
 from straggle.lab.world.run import Rank
+from straggle.lab.world.scheduler import Thread
+from straggle.lab.world.store import Outside
 
 _context = multiprocessing.get_context("forkserver")
 _POLL_S = 0.02
@@ -220,6 +225,10 @@ class Job:
         """What the library has logged on all ranks."""
         return "".join(f"\n{path.name}:\n{path.read_text()}" for path in sorted(self.folder.glob("log*")))
 
+    def sleep(self, seconds: float) -> None:
+        """Let so much time pass."""
+        time.sleep(seconds)
+
     def close(self) -> None:
         """End all processes."""
         for process in (*self._processes.values(), *filter(None, [self._store_host])):
@@ -253,6 +262,26 @@ class Job:
         return "".join(stacks) + self.log()
 
 
+@dataclass(frozen=True)
+class Process:
+    """One of a simulated world, with what `multiprocessing` has of a real one."""
+
+    pid: int
+    world: simulated.Job
+    thread: Thread
+
+    @property
+    def exitcode(self) -> int | None:
+        """The status with which it has ended; -9 if it was killed, ``None`` while it runs."""
+        if self.is_alive():
+            return None
+        return self.world.statuses.get(self.pid, -9 if self.pid in self.world.scheduler.dead else 0)
+
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        return not (self.thread.is_over or self.pid in self.world.scheduler.dead)
+
+
 class WorldJob(Job):
     """The same job in a simulated world, in virtual time."""
 
@@ -262,6 +291,7 @@ class WorldJob(Job):
         self._payloads = dict.fromkeys(range(world_size), payload)
         self._results: dict[int, Any] = {}
         self._starts = dict.fromkeys(range(world_size), 0)
+        self._stopped = set[int]()
         self._world: simulated.Job
 
     def run(self, rank: Rank) -> None:
@@ -291,20 +321,44 @@ class WorldJob(Job):
         self._results.pop(rank, None)
         self._world.start(rank)
 
+    def process(self, rank: int) -> Process:
+        """That of a rank which was started last."""
+        thread = self._world.training[rank]
+        return Process(thread.process, self._world, thread)
+
+    def start_store(self) -> None:
+        """Start the job's store again: it is empty."""
+        self._world.server.start()
+
+    def kill_store(self) -> None:
+        """The store is gone, with all connections to it."""
+        self._world.server.kill()
+
+    def connect(self) -> Any:
+        """A connection to it, for the test."""
+        return Outside(self._world.server)
+
     def kill(self, *ranks: int) -> None:
         """SIGKILL."""
         for rank in ranks:
             self._world.kill(rank)
+        self.resume(*ranks)  # who comes after it is not stopped
 
     def stop(self, *ranks: int) -> None:
         """SIGSTOP."""
-        for rank in ranks:
+        for rank in {*ranks} - self._stopped:
             self._world.freeze(rank)
+        self._stopped |= {*ranks}
 
     def resume(self, *ranks: int) -> None:
         """SIGCONT."""
-        for rank in ranks:
+        for rank in self._stopped & {*ranks}:
             self._world.resume(rank)
+        self._stopped -= {*ranks}
+
+    def sleep(self, seconds: float) -> None:
+        """Let so much virtual time pass."""
+        self._world.run_for(seconds)
 
     def signal(self, rank: int, number: int) -> None:
         """Another one."""
@@ -331,14 +385,20 @@ class WorldJob(Job):
 
 
 @contextlib.contextmanager
-def run_job(world_size: int, function: Callable[..., Any], *args: Any, replica_size: int = 1) -> Iterator[WorldJob]:
+def run_job(
+    world_size: int, function: Callable[..., Any], *args: Any, replica_size: int = 1, seed: int = 0
+) -> Iterator[WorldJob]:
     """A job of so many ranks of a simulated world, each of which runs ``function(rank, board, *args)``.
 
-    It ends with the block. ``replica_size`` ranks are a replica, and are started together.
+    It ends with the block. ``replica_size`` ranks are a replica, and are started together. ``seed`` draws the order of
+    events. A function may set how large a bucket is, as in a process of its own.
     """
     with tempfile.TemporaryDirectory() as folder, all_logged():
         job = WorldJob(Path(folder), world_size, pickle.dumps((function, args)), replica_size)
-        with simulated.simulated(job.run, ranks=world_size, longest_s=7200.0) as world:
+        with (
+            patch.object(stages, "BUCKET_BYTES", stages.BUCKET_BYTES),
+            simulated.simulated(job.run, ranks=world_size, seed=seed, longest_s=7200.0) as world,
+        ):
             job.enter(world)
             yield job
 

@@ -103,7 +103,7 @@ def outcome_of(payload: bytes, *first: Any) -> bytes:
     function, args = pickle.loads(payload)
     try:
         result: Any = function(*first, *args)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         result = Raised(type(error).__name__, str(error), traceback.format_exc())
     return pickle.dumps(result)
 
