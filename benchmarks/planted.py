@@ -55,7 +55,7 @@ class Outcome:
 def copy_with(fault, folder):
     """The package in this folder, with the fault in it, if there is one."""
     for name in COPIED:
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, folder / name)  # with what is compiled, which is newer than its file
     if fault is not None:
         path = fault.place(folder / "straggle")
         path.write_text(fault.into(path.read_text()))

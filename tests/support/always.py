@@ -111,6 +111,7 @@ def of_views(schedule: Any, run: Run) -> list[str]:
     views, found = dict[int, set[tuple[int, ...]]](), list[str]()
     disturbed = any(isinstance(fault, StoreAway) for fault in schedule.faults)
     may_be_silent = {fault.rank for fault in schedule.faults if isinstance(fault, Cut | Freeze | Kill)}
+    may_be_silent |= {schedule.raises[0]} if schedule.raises else set()
     for notes in run.notes.values():
         for note in notes:
             if "generation" not in note:

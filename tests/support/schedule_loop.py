@@ -171,9 +171,10 @@ class Loop:
         assert report is not None
         absent, gradients = report.ranks[rank.number].absent, self._merged(before)
         if not absent:
-            if report.step == self._next_step:
+            is_known = any(own.reach for own in report.ranks) or self.schedule.zero_every == 1
+            if report.step == self._next_step and is_known:  # what is kept is seen by the first pass of any rank
                 self.problems += self._expected.problems(report, gradients)
-            else:  # it was away, and has not seen all that was merged
+            elif report.step != self._next_step:  # it was away, and has not seen all that was merged
                 self._expected = Expected(self._plan, was_away=True)
             self._expected.note(report, gradients)
             self._next_step = report.step + 1
