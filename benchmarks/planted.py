@@ -3,6 +3,7 @@
 python benchmarks/planted.py                          # each of the faults in 1,000 schedules
 python benchmarks/planted.py schedules=100 minutes=5  # at most so long for each fault
 python benchmarks/planted.py only=old-decision,view-overwritten
+python benchmarks/planted.py good=8,10,5              # seeds that have found a fault in another run
 
 Each fault (`planted_faults.py`) is put into a copy of the package, by which `tests/support/schedules.py` runs
 schedules until one fails: first those that have found a fault before it here, the most often first, then drawn ones of
@@ -30,7 +31,7 @@ from planted_faults import FAULTS
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("straggle", "tests/support")
-USUAL = {"schedules": "1000", "minutes": "60", "only": ""}
+USUAL = {"schedules": "1000", "minutes": "60", "only": "", "good": ""}
 MORE_S = 300.0  # for a schedule that was begun in time: the world itself ends one that hangs outside of it before that
 FAILED = re.compile(r"^seed (\d+): (.*)$", re.MULTILINE)
 RUN = re.compile(r"^(\d+) schedules from seed", re.MULTILINE)
@@ -148,7 +149,7 @@ def chosen(only):
     names = [name for name in only.split(",") if name]
     if unknown := set(names) - {fault.name for fault in FAULTS}:
         sys.exit(f"only={','.join(sorted(unknown))}: no such fault; there are {', '.join(own.name for own in FAULTS)}")
-    return [fault for fault in FAULTS if not names or fault.name in names]
+    return [fault for name in names for fault in FAULTS if fault.name == name] if names else FAULTS
 
 
 def main(words):
@@ -156,7 +157,7 @@ def main(words):
     if unknown := given.keys() - USUAL.keys():
         sys.exit(f"{', '.join(sorted(unknown))}: there are {', '.join(USUAL)}")
     options = {**USUAL, **given}
-    faults, good, bad = chosen(options["only"]), Counter(), set()
+    faults, good, bad = chosen(options["only"]), Counter(map(int, filter(None, options["good"].split(",")))), set()
     schedules, minutes = int(options["schedules"]), float(options["minutes"])
     without = try_out(None, [f"seeds={schedules}", "first=1"], minutes)
     if without.found or not without.what.endswith(" 0 failed"):
