@@ -41,9 +41,8 @@ class Fault:
 
 _ROW = """\
         current.buffers.write_telemetry(self._rank.replica.place, row.numbers())
-        notes.row_ranks = self._rank.rounds.ranks
 """
-_SEND = "        notes.last_message = current.buffers.merge_telemetry(groups.control)\n"
+_SEND = "        rows = current.buffers.merge_telemetry(groups.control)\n"
 _NOTED = "        self._ended_s = deadline.seconds, deadline.shadow_s\n"
 _DECIDED = """\
         try:
@@ -333,9 +332,9 @@ MEMBERS = [
     ),
     Fault(
         "newer-hold-forgotten",
-        "members/regrouping.py",
-        "        if membership.chain.held is held:\n            membership.chain.held = None",
-        "        membership.chain.held = None",
+        "members/view_chain.py",
+        "            if self.held is held:\n                self.held = None",
+        "            self.held = None",
     ),
     Fault(
         "waits-for-a-view-that-is-there",
@@ -404,8 +403,8 @@ MEMBERS = [
     Fault(
         "gradient-of-one-who-left-is-not-told",
         "members/moved_round.py",
-        "    current.rows_tell_all = not (repair.given or repair.kept)\n",
-        "",
+        "rows_tell_all=not (repair.given or repair.kept))",
+        "rows_tell_all=True)",
     ),
     Fault(
         "bucket-of-a-rank-and-not-its-place",
@@ -436,14 +435,14 @@ MEMBERS = [
     Fault(
         "rows-of-those-who-left",
         "members/completion.py",
-        "        notes.row_ranks = self._rank.rounds.ranks\n",
-        "",
+        "        notes.end_with(rows, self._rank.rounds.ranks)\n",
+        "        notes.end_with(rows)\n",
     ),
     Fault(
         "other-state-among-changed-members",
         "members/completion.py",
-        "is_usual = self.is_current(epoch) and current.step != self._member.changed_in",
-        "is_usual = self.is_current(epoch)",
+        "        changed = current.step == self._member.changed_in or self._member.notes_of(current).complete\n",
+        "        changed = self._member.notes_of(current).complete\n",
     ),
     # -- a rank comes back
     Fault(
@@ -533,7 +532,7 @@ LOOPS_AND_POLICIES = [
     Fault(
         "late-with-all-done",
         "loop/open_step.py",
-        "truncated = cut and (self._idle or self.num_over < self._passes_with_data)",
+        "truncated = cut and (self._now.idle or self.num_over < self._now.passes_with_data)",
         "truncated = cut",
     ),
     Fault(
