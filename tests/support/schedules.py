@@ -264,11 +264,10 @@ def problems_of(schedule: Schedule) -> list[str]:
         elif not ((fails and isinstance(result, PeerFailed)) or isinstance(result, OwnError)):
             found.append(f"rank {rank}: {result!r} at {_place_of(result)}")
     parameters, told = dict[int, set[str]](), dict[tuple[int, int], set[str]]()
-    may_be_out = {fault.rank for fault in schedule.faults if isinstance(fault, Cut | Freeze) and schedule.members}
-    for rank, notes in done.notes.items():
+    for notes in done.notes.values():
         for note, following in chained(notes):
-            # a rank that is out may have merged a step that its peers make again without it: then it has no next one
-            is_last = note["step"] == schedule.steps - 1 and rank not in may_be_out
+            # also of a rank that is cut off in it: it has the step only if all have its gradients
+            is_last = note["step"] == schedule.steps - 1
             if is_last or (following and following["step"] == note["step"] + 1):
                 parameters.setdefault(note["step"], set()).add(note["parameters"])
                 for number, words in enumerate(note["told"]):
