@@ -68,7 +68,8 @@ def _cell_words(run: Run, row: slice, column: slice) -> str:
     """Which ranks in which steps."""
     steps = run.step[column]
     last_rank = min(row.stop, run.num_ranks) - 1
-    where = f"rank {row.start}" if last_rank == row.start else f"ranks {row.start} to {last_rank}"
+    noun = run.replicas.row
+    where = f"{noun} {row.start}" if last_rank == row.start else f"{noun}s {row.start} to {last_rank}"
     when = f"step {steps[0]:.0f}" if len(steps) == 1 else f"steps {steps[0]:.0f} to {steps[-1]:.0f}"
     return f"{where}, {when}"
 

@@ -94,7 +94,7 @@ def lateness(run: Run) -> Chart:
     """Ranks by steps: how much of a rank's gradients is missing, and why."""
     cells = cells_of(run)
     rows, columns = cells.missing.shape
-    figure = _figure(height=110 + max(90, min(30 * rows, 620 if rows > 20 else 400)), x="step", y="rank")
+    figure = _figure(height=110 + max(90, min(30 * rows, 620 if rows > 20 else 400)), x="step", y=run.replicas.row)
     figure.add_heatmap(
         z=cells.missing.astype(np.float32),
         x0=run.step[0] + (cells.num_steps - 1) / 2,
@@ -137,17 +137,19 @@ def contributions(run: Run) -> Chart:
         share = np.array([mean_of_known(share[:, at : at + size], axis=1) for at in range(0, num_ranks, size)]).T
     labels = [_ranks_label(at * size, size, num_ranks) for at in range(share.shape[1])]
     share = np.column_stack([mean_of_known(run.stage_share, axis=1), share])
+    row_noun = run.replicas.row
+    called = ["all", *(f"{row_noun}{'s' * ('-' in label)} {label}" for label in labels)]
     labels = ["all", *labels]
     names = [f"stage {number}, {stage.name}" for number, stage in enumerate(run.stages)]
     hover = [
-        [f"{name}<br>{label}: {value:.1%} came in" for label, value in zip(labels, row, strict=True)]
+        [f"{name}<br>{label}: {value:.1%} came in" for label, value in zip(called, row, strict=True)]
         for name, row in zip(names, share, strict=True)
     ]
     shown = len(labels) <= 9 and num_stages <= 40
-    figure = _figure(height=120 + min(34 * num_stages, 640), x="rank", y="stage")
+    figure = _figure(height=120 + min(34 * num_stages, 640), x=row_noun, y="stage")
     figure.add_heatmap(
         z=(1 - share).astype(np.float32),
-        x=[label.removeprefix("rank ").removeprefix("ranks ") for label in labels],
+        x=labels,
         y=list(range(num_stages)),
         zmin=0,
         zmax=max(0.5, float(np.nanmax(1 - share, initial=0.0))),
@@ -166,26 +168,25 @@ def contributions(run: Run) -> Chart:
     return Chart(figure, alt)
 
 
-def timeline(report: StepReport) -> Chart:
-    """One step: what each rank did when, where its deadline was, and how long it waited."""
+def timeline(report: StepReport, row: str = "rank") -> Chart:
+    """One step: what each rank did when, where its deadline was, and how long it waited. ``row``: what each is of."""
     ranks = _shown_ranks(report)
     labels = _labels(ranks)
     figure = _figure(
         height=120 + max(70, (34 if len(ranks) <= 12 else 20) * len(ranks)),
         x="seconds since the merge before",
-        y="rank",
+        y=row,
     )
     base = np.zeros(len(ranks))
     for phase in PHASES:
-        base = _add_bars(
-            figure, ranks, phase, [getattr(rank, f"{phase}_s") for rank in ranks], base, PHASE_COLOURS[phase]
-        )
+        lengths = [getattr(rank, f"{phase}_s") for rank in ranks]
+        base = _add_bars(figure, ranks, row, phase, lengths, base, PHASE_COLOURS[phase])
     busy = base.copy()
-    base = _add_bars(figure, ranks, "wait", [rank.wait_s for rank in ranks], base, WAIT_COLOUR, pattern="/")
+    base = _add_bars(figure, ranks, row, "wait", [rank.wait_s for rank in ranks], base, WAIT_COLOUR, pattern="/")
     if math.isfinite(report.seconds):
         merging = [max(0.0, report.seconds - end) for end in base.tolist()]
-        _add_bars(figure, ranks, "merge", merging, base, MERGE_COLOUR)
-    _add_stage_ends(figure, report, ranks, labels, busy)
+        _add_bars(figure, ranks, row, "merge", merging, base, MERGE_COLOUR)
+    _add_stage_ends(figure, report, ranks, row, labels, busy)
     if math.isfinite(report.deadline_s):
         entered = [_entered_s(rank, end) for rank, end in zip(ranks, busy.tolist(), strict=True)]
         figure.add_scatter(
@@ -195,7 +196,7 @@ def timeline(report: StepReport) -> Chart:
             name="deadline",
             line={"color": VERMILLION, "dash": "dot", "width": 1.5},
             marker={"symbol": "line-ns", "size": 18, "line": {"width": 2.5, "color": VERMILLION}},
-            hovertemplate="deadline of rank %{y}: %{x:.3f} s<extra></extra>",
+            hovertemplate=f"deadline of {row} %{{y}}: %{{x:.3f}} s<extra></extra>",
         )
     figure.update_layout(barmode="overlay", bargap=0.25)
     figure.update_yaxes(type="category", categoryorder="array", categoryarray=labels[::-1], showgrid=False)
@@ -261,6 +262,7 @@ def _add_line(figure: go.Figure, x: Array, y: Array, name: str, hover: str, **li
 def _add_bars(
     figure: go.Figure,
     ranks: list[RankReport],
+    row: str,
     name: str,
     seconds: list[float],
     base: Array,
@@ -278,13 +280,13 @@ def _add_bars(
             name=name,
             marker={"color": colour, "pattern": {"shape": pattern, "fgcolor": GREY, "size": 6, "solidity": 0.2}},
             customdata=lengths,
-            hovertemplate=f"rank %{{y}}<br>{name}: %{{customdata:.3f}} s<extra></extra>",
+            hovertemplate=f"{row} %{{y}}<br>{name}: %{{customdata:.3f}} s<extra></extra>",
         )
     return np.asarray(base + lengths)
 
 
 def _add_stage_ends(
-    figure: go.Figure, report: StepReport, ranks: list[RankReport], labels: list[str], busy: Array
+    figure: go.Figure, report: StepReport, ranks: list[RankReport], row: str, labels: list[str], busy: Array
 ) -> None:
     ends = [
         (_entered_s(rank, end) + at, label, f"{stage.name} complete")
@@ -300,7 +302,7 @@ def _add_stage_ends(
             name="a stage is complete",
             marker={"symbol": "line-ns", "size": 9, "line": {"width": 1.2, "color": "#ffffff"}, "color": "#ffffff"},
             text=[text for _, _, text in ends],
-            hovertemplate="rank %{y}, %{x:.3f} s<br>%{text}<extra></extra>",
+            hovertemplate=f"{row} %{{y}}, %{{x:.3f}} s<br>%{{text}}<extra></extra>",
             showlegend=False,
         )
 
@@ -338,7 +340,7 @@ def _state(rank: RankReport) -> str:
 
 def _ranks_label(first: int, size: int, num_ranks: int) -> str:
     last = min(first + size, num_ranks) - 1
-    return f"rank {first}" if last == first else f"ranks {first}-{last}"
+    return f"{first}" if last == first else f"{first}-{last}"
 
 
 def _label(runs: Sequence[Run], run: Run, text: str) -> str:

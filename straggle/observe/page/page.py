@@ -127,7 +127,7 @@ class _Charts:
     def add(self, chart: Chart) -> dict[str, Any]:
         """Add a figure; returns what the template needs for it."""
         words = partial(self._replicas.words, names_ranks=False)
-        self._figures.append(words(chart.figure.to_json()))
+        self._figures.append(chart.figure.to_json())
         height = chart.figure.layout.height
         number = len(self._figures) - 1
         return {"id": f"chart{number}", "alt": words(chart.alt), "note": words(chart.note), "height": height}
@@ -164,7 +164,7 @@ def _run_part(charts: _Charts, run: Run, numbers: RunNumbers, steps: Sequence[in
         ],
         "stage_steps": run.num_stage_steps,
         "timelines": [
-            {"why": why, "step": reports[at].step, "chart": charts.add(figures.timeline(reports[at]))}
+            {"why": why, "step": reports[at].step, "chart": charts.add(figures.timeline(reports[at], run.replicas.row))}
             for at, why in chosen.items()
         ],
     }

@@ -94,6 +94,7 @@ def test_page_speaks_of_replicas_and_counts_who_made_them_late(tmp_path: Path) -
     assert "20 steps of 2 replicas" in text
     assert "times that a replica was late" in text
     assert "Each cell is a replica in a step" in text
+    assert "replica 1: 0.0% came in" in text  # what a cell of a figure says
     assert content_of(tmp_path / "report.html")
 
 
