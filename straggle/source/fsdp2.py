@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed import _composable_state
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
@@ -126,7 +126,7 @@ def _is_in_pass(context: Any) -> bool:
 
 def _contexts_of_all() -> set[Any]:
     """What each root of FSDP in this process shares with its units."""
-    states = [found() for found in [*_module_state_mapping.values()]]
+    states = [found() for found in [*_composable_state._module_state_mapping.values()]]
     return {state._state_ctx for state in states if isinstance(state, FSDPState)}
 
 

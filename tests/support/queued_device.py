@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from straggle import world
 from straggle.backward import device as of_straggle
 
 
@@ -75,12 +75,26 @@ class RecordingDevice:
         return None
 
 
+_used: dict[Hashable, RecordingDevice] = {}  # by process, as ranks of a simulated world are threads of one
+_real = of_straggle.device_of
+
+
+def _device_of(device: torch.device) -> Any:
+    return _used.get(world.process()) or _real(device)
+
+
 @contextlib.contextmanager
 def queued_device(device: RecordingDevice | None = None) -> Iterator[RecordingDevice]:
-    """In the block, all that straggle makes asks this device, whatever tensors it has."""
-    used, original = device or RecordingDevice(), of_straggle.device_of
-    with contextlib.ExitStack() as patches:
-        for name, module in tuple(sys.modules.items()):
-            if name.startswith("straggle") and getattr(module, "device_of", None) is original:
-                patches.enter_context(patch.object(module, "device_of", lambda _device: used))
-        yield used
+    """In the block, all that straggle makes in this process asks this device, whatever tensors it has."""
+    own = world.process()
+    before, _used[own] = _used.get(own), device or RecordingDevice()
+    for name, module in tuple(sys.modules.items()):
+        if name.startswith("straggle") and getattr(module, "device_of", None) is _real:
+            module.device_of = _device_of  # type: ignore[attr-defined]
+    try:
+        yield _used[own]
+    finally:
+        if before is None:
+            del _used[own]
+        else:
+            _used[own] = before

@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -93,7 +94,9 @@ def run_ranks(
     def loop(rank: Rank) -> Any:
         return outcome_of(payload, rank.number)
 
-    run = run_world(loop, ranks=world_size, seed=seed, faults=faults, longest_s=timeout_s, end_s=timeout_s)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as in a process of its own: what torch warns of is no error there
+        run = run_world(loop, ranks=world_size, seed=seed, faults=faults, longest_s=timeout_s, end_s=timeout_s)
     results = [pickle.loads(own) if isinstance(own, bytes) else KILLED for own in run.results]
     return results if outcomes else _checked(results)
 

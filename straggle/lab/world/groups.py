@@ -276,6 +276,9 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     def _set_sequence_number_for_group(self) -> None:
         """Collectives are compared by their places here."""
 
+    def _get_sequence_number_for_group(self) -> int:
+        return self._number
+
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self.options._timeout = timeout
 
@@ -286,6 +289,10 @@ class Group(_ProcessGroup):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Nothing is to be freed."""
+
+    def supports_tensor_alloc(self, _device: Any) -> bool:
+        """gloo has no memory of its own for tensors."""
+        return False
 
     # -- collectives
 

@@ -119,11 +119,11 @@ class Store(dist.Store):  # type: ignore[name-defined, misc]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Until these are there."""
-        until = self.server.world.now + (timeout or self.timeout).total_seconds()
+        world, begin = self.server.world, self.server.world.now
         while not self.check(keys):
-            if self.server.world.now >= until:
+            if (waited := world.now - begin) >= (timeout or self.timeout).total_seconds():
                 raise dist.DistStoreError(f"wait timeout, keys: {', '.join(keys)}")
-            self.server.world.sleep(0.001)
+            world.sleep(max(0.001, 0.01 * (waited - 1.0)))  # a thread that waits for minutes asks seldom
 
     def _ask(self, request: Callable[[dict[str, bytes]], Answer]) -> Answer:
         world = self.server.world
