@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from ranks import digest, run_forked, staged
+from ranks import digest, run_ranks, staged
 from torch import nn
 from training import Chain, Stopper, features, grads, mlp, random_stops, shared
 
@@ -73,7 +73,7 @@ def random_plan(world_size, num_microbatches, num_steps=12):
 
 def check_gradients(world_size, cases):
     """Of the cases, each of which is what `merge_chain` is given."""
-    for (stops, num_microbatches, *_), *results in zip(cases, *run_forked(merge_all, world_size, cases), strict=True):
+    for (stops, num_microbatches, *_), *results in zip(cases, *run_ranks(merge_all, world_size, cases), strict=True):
         for gradients_and_reports, stop in zip(zip(*results, strict=True), stops, strict=True):
             expected = [expected_gradient(stop, layer, num_microbatches) for layer in range(NUM_LAYERS)]
             for gradients, _ in gradients_and_reports:
@@ -93,7 +93,7 @@ def test_merged_gradient_is_the_same_mean_where_each_stage_is_a_message():
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_gradient_nobody_computed_is_none_on_every_rank(world_size):
-    for results in run_forked(merge_chain, world_size, [[2] * world_size], 1):
+    for results in run_ranks(merge_chain, world_size, [[2] * world_size], 1):
         gradients, report = results[0]
         assert [gradient is None for gradient in gradients] == [True, True, True, False, False]
         assert report.late_ranks == tuple(range(world_size))
@@ -104,7 +104,7 @@ def test_report_tells_reach_weights_and_late_ranks_alike_on_every_rank(world_siz
     cases = [
         (random_plan(world_size, number), number, None, [f"layers.{i}" for i in range(NUM_LAYERS)]) for number in (1, 2)
     ]
-    for (stops, num_microbatches, *_), *everyone in zip(cases, *run_forked(merge_all, world_size, cases), strict=True):
+    for (stops, num_microbatches, *_), *everyone in zip(cases, *run_ranks(merge_all, world_size, cases), strict=True):
         for reports, stop in zip(zip(*everyone, strict=True), stops, strict=True):
             assert len({shared(report) for _, report in reports}) == 1
             check_report(reports[0][1], stop, num_microbatches)
@@ -150,18 +150,18 @@ def merge_rarely_used(rank, used_by, num_microbatches, stop):
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_parameter_that_a_rank_does_not_use_is_a_zero_in_the_mean(world_size):
-    for gradient, late in run_forked(merge_rarely_used, world_size, [0], 1, None):
+    for gradient, late in run_ranks(merge_rarely_used, world_size, [0], 1, None):
         torch.testing.assert_close(gradient, torch.tensor([[1 / world_size]]))
         assert late == ()
 
 
 def test_parameter_that_no_rank_uses_has_no_gradient_and_makes_nobody_late():
-    assert run_forked(merge_rarely_used, 2, [], 1, None) == [(None, ())] * 2
+    assert run_ranks(merge_rarely_used, 2, [], 1, None) == [(None, ())] * 2
 
 
 def test_whole_microbatches_of_a_late_rank_count_for_parameters_it_did_not_use():
     # rank 0 has finished one of two micro-batches for sure: half a zero, beside the 2 and 2 of rank 1
-    for gradient, late in run_forked(merge_rarely_used, 2, [1], 2, 3):
+    for gradient, late in run_ranks(merge_rarely_used, 2, [1], 2, 3):
         torch.testing.assert_close(gradient, torch.tensor([[(0 + 2 + 2) / (0.5 + 1)]]))
         assert late == (0,)
 
@@ -175,7 +175,7 @@ def log_scalars(rank):
 
 
 def test_scalars_come_back_as_means_over_the_ranks_that_gave_them():
-    assert run_forked(log_scalars, 3) == [{"loss": 1.0, "rare": 15.0}] * 3
+    assert run_ranks(log_scalars, 3) == [{"loss": 1.0, "rare": 15.0}] * 3
 
 
 def train(rank, estimator, num_steps, optimizer_class=torch.optim.AdamW):
@@ -205,14 +205,13 @@ def train_all(rank, *how):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_replicas_stay_identical_when_ranks_stop_at_random(world_size):
-    results = run_forked(train_all, world_size, 40)
+    results = run_ranks(train_all, world_size, 40)
     for estimator in ESTIMATORS:
         assert all(own[estimator][0] == results[0][estimator][0] for own in results), estimator
         assert all(own[estimator][1] > 9 for own in results), estimator
 
 
-@pytest.mark.slow
 def test_replicas_of_four_ranks_stay_identical_over_many_steps():
-    results = run_forked(train_all, 4, 120, torch.optim.SGD)
+    results = run_ranks(train_all, 4, 40, torch.optim.SGD)
     for estimator in ESTIMATORS:
         assert all(own[estimator][0] == results[0][estimator][0] for own in results), estimator

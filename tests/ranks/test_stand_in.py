@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from ranks import digest, run_forked, staged
+from ranks import digest, run_ranks, staged
 from rounds import merged_round
 from torch import nn
 from training import Signals, features, mlp, shared
@@ -67,7 +67,7 @@ def train(rank, place, at_step, until_step, num_steps, late_handling, bucket_byt
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_peers_go_on_while_a_rank_is_stuck_and_it_catches_up(world_size, place, bucket_bytes):
     first = 4 if place == "optimizer" else 3  # the step that is merged without the rank
-    results = run_forked(train, world_size, place, 3, 6, 12, LateHandling(grace_s=0.0), bucket_bytes)
+    results = run_ranks(train, world_size, place, 3, 6, 12, LateHandling(grace_s=0.0), bucket_bytes)
     assert len({parameters for parameters, _, _ in results}) == 1
     assert {num_updates for _, num_updates, _ in results} == {12}
     stood_in = [report.step for report in results[0][2] if report.ranks[-1].stood_in]
@@ -111,7 +111,7 @@ def come_back(rank, place, num_steps, pauses):
 
 @pytest.mark.parametrize(("place", "pauses"), [("data", False), ("forward", False), ("backward", True)])
 def test_clock_of_a_rank_that_was_stood_in_for_begins_with_its_peers_in_the_next_step_only(place, pauses):
-    (_, parameters), (whose, same) = run_forked(come_back, 2, place, 7, pauses)
+    (_, parameters), (whose, same) = run_ranks(come_back, 2, place, 7, pauses)
     assert parameters == same
     assert dict(whose)[4] == "peers'"
     assert {dict(whose)[step] for step in (2, 5, 6)} == {"own"}
@@ -138,10 +138,9 @@ def overtake(rank, max_lag):
         return [report.step for report in reports if report.ranks[1].stood_in], rank == 0 or still_waiting
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("max_lag", [0, 1, 3])
 def test_peers_wait_for_a_rank_beyond_max_lag(max_lag):
-    for stood_in, waited in run_forked(overtake, 2, max_lag):
+    for stood_in, waited in run_ranks(overtake, 2, max_lag):
         assert waited
         assert stood_in[:max_lag] == list(range(2, 2 + max_lag))
 
@@ -159,13 +158,14 @@ def enter_late(rank):
                     signals.send(f"before {number}")
                 while (rank, number) == (1, 2):
                     model(features(rank, number))
+                    time.sleep(0.01)
                 model(features(rank, number)).square().mean().backward()
         return model.last_report.late_ranks, model.last_report.ranks[1].stood_in
 
 
 @pytest.mark.slow
 def test_rank_that_enters_after_its_deadline_is_still_stopped_before_its_grace_is_over():
-    assert run_forked(enter_late, 2, timeout_s=30.0) == [((1,), False)] * 2
+    assert run_ranks(enter_late, 2) == [((1,), False)] * 2
 
 
 class Told:
@@ -340,7 +340,7 @@ def chaos(rank, num_steps, seed):
     digests, reports = [], []
     with staged(module, deadline=FixedDeadline(0.01), late_handling=LateHandling(grace_s=0.005), stages=2) as model:
         for number in range(num_steps):
-            place = draw.choice(PLACES) if draw.random() < 0.15 else None
+            place = draw.choice(PLACES) if draw.random() < 0.3 else None
             seconds = draw.choice([0.01, 0.03, 0.1])
             if place == "data":
                 time.sleep(seconds)
@@ -360,13 +360,12 @@ def chaos(rank, num_steps, seed):
         return digests, reports
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("seed", range(3))
 def test_replicas_and_reports_stay_identical_under_chaos(world_size, seed):
-    results = run_forked(chaos, world_size, 100, seed, timeout_s=120)
+    results = run_ranks(chaos, world_size, 40, seed)
     assert all(digests == results[0][0] for digests, _ in results)
-    for number in range(100):
+    for number in range(40):
         assert len({shared(reports[number]) for _, reports in results}) == 1
         assert results[0][1][number].step == number
     assert any(rank.stood_in for report in results[0][1] for rank in report.ranks)
