@@ -10,11 +10,12 @@ import dis
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import FrameType
 
 import torch
+from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from straggle.backward.compiled import not_compiled
@@ -40,6 +41,45 @@ def after_callbacks(call: Callable[[], None]) -> None:
 def in_backward() -> bool:
     """Whether the calling thread is inside of a backward pass, as a checkpoint's recomputation is."""
     return current_run() != -1
+
+
+class SeenGradients:
+    """Gradients as they were at one moment, by the numbers of their parameters: each with its version.
+
+    A tensor's version changes when anybody writes to it. So it is known which gradients a pass, or a loop, has put
+    there, changed or left alone since; both kinds of steps go by this.
+    """
+
+    def __init__(self, there: Iterable[tuple[int, Tensor | None]] = ()) -> None:
+        self._there = {index: (own, own._version) for index, own in there if own is not None}
+
+    def __bool__(self) -> bool:
+        return bool(self._there)
+
+    def had(self, index: int) -> bool:
+        """Whether there was one."""
+        return index in self._there
+
+    def was_there(self, index: int, gradient: Tensor) -> bool:
+        """Whether it was this tensor, whatever is in it by now."""
+        return gradient is self._there.get(index, (None, 0))[0]
+
+    def is_as_it_was(self, index: int, gradient: Tensor) -> bool:
+        """Whether it was this tensor, and nobody has written to it."""
+        before, version = self._there.get(index, (None, 0))
+        return gradient is before and gradient._version == version
+
+    def any_is_as_it_was(self, parameters: Sequence[HasGradient]) -> bool:
+        """Whether one of them still lies in its ``p.grad``."""
+        return any((own := parameters[i].grad) is not None and self.is_as_it_was(i, own) for i in self._there)
+
+    def but(self, index: int, earlier: SeenGradients) -> SeenGradients:
+        """These, but for one parameter what was seen earlier."""
+        if (own := earlier._there.get(index)) is None:
+            self._there.pop(index, None)
+        else:
+            self._there[index] = own
+        return self
 
 
 class PassWatcher(ABC):

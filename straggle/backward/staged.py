@@ -27,7 +27,7 @@ from straggle.backward.hooks import (
     release_graph,
     tensors_in,
 )
-from straggle.backward.passes import TWICE_IN_ONE_PASS, PassWatcher, current_run
+from straggle.backward.passes import TWICE_IN_ONE_PASS, PassWatcher, SeenGradients, current_run
 from straggle.backward.stages import BalancedByTime, PlanLearner, Registered, Stage, plan_stages, trainable
 from straggle.policies.deadline import Granularity, check_granularity
 from straggle.policies.estimators import Abstain, Estimator
@@ -273,6 +273,10 @@ class StagedBackward:
 
         return after_forward
 
+    def saw_complete_pass(self) -> None:
+        """A pass came to its end, and no parameter in it was refused; steps after this one need not look again."""
+        self._seen_complete = True
+
     # -- running
 
     def _run(
@@ -323,7 +327,7 @@ class BackwardStep(PassWatcher):
         self.seen_complete = owner._seen_complete
         self._stop_at = owner._clock() + self._budget_s
         self._stopped = self._truncated = False
-        self._failed_pass: tuple[list[int], dict[int, tuple[Tensor, int]]] | None = None  # what it left in p.grad
+        self._failed_pass: tuple[list[int], SeenGradients] | None = None  # what it left in p.grad
         self._num_failed = 0  # passes that failed, and whose gradients are still in p.grad
         self._timeline = Timeline(device, owner._clock)
         owner._learner.step_begins()
@@ -334,7 +338,7 @@ class BackwardStep(PassWatcher):
         self._stage_passes = [0] * len(self.stages)
         self._outputs: list[weakref.ref[Tensor]] = []
         self._output_gradients: dict[int, list[Tensor]] = {}
-        self._before = self._held_gradients()
+        self._before = self._seen_now()
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
@@ -343,7 +347,7 @@ class BackwardStep(PassWatcher):
         if error is None:
             self._settle_outside()
         self._count_failed()
-        self._before.clear()
+        self._before = SeenGradients()
         self._output_gradients.clear()
         if stopped_in_pass:
             self._refuse_repeated()
@@ -375,18 +379,14 @@ class BackwardStep(PassWatcher):
         self._finished_in.append(self._log)
         self._output_gradients.clear()
         # an undefined gradient changes nothing: remember the present one, to tell it from a new one
-        held = self._before.get(first)
-        self._before = self._held_gradients()
-        self._before.pop(first, None)
-        if held is not None:
-            self._before[first] = held
+        self._before = self._seen_now().but(first, self._before)
         self._timeline.begin()
         if (times := self._owner._learner.times) is not None:
             times.begin()
 
     def _pass_over(self, number: int | None) -> None:
         """Finish the pass's stages; a stage that the pass uses only in part is finished with that part."""
-        self._before = self._held_gradients()
+        self._before = self._seen_now()
         self._outputs.clear()  # so that a later pass that is stopped does not release their graph
         if number is None:  # torch.autograd.grad went through the model
             del self._finished_in[-1]
@@ -395,7 +395,7 @@ class BackwardStep(PassWatcher):
             self._finished(index)
         self._holds = False
         self._refuse_repeated()
-        self._owner._seen_complete = True
+        self._owner.saw_complete_pass()
         self._timeline.mark(self._owner.stage_of[self._log[-1]])
         for stage, missing in enumerate(self._missing):
             if 0 < missing < len(self.stages[stage].parameters):
@@ -404,24 +404,19 @@ class BackwardStep(PassWatcher):
     def _pass_failed(self) -> None:
         """Keep what the pass has left: its error was caught."""
         self._outputs.clear()
-        log, held = self._finished_in.pop(), self._held_gradients()
-        self._failed_pass = log, {index: held[index] for index in log if index in held}
+        log = self._finished_in.pop()
+        self._failed_pass = log, SeenGradients((index, self._owner.parameters[index].grad) for index in log)
 
-    def _held_gradients(self) -> dict[int, tuple[Tensor, int]]:
-        return {
-            index: (parameter.grad, parameter.grad._version)
-            for index, parameter in enumerate(self._owner.parameters)
-            if parameter.grad is not None
-        }
+    def _seen_now(self) -> SeenGradients:
+        return SeenGradients((index, parameter.grad) for index, parameter in enumerate(self._owner.parameters))
 
     def _count_failed(self) -> None:
         """Count a failed pass as one of the step's if its gradients are still there; the loop may have zeroed them."""
         failed, self._failed_pass = self._failed_pass, None
         if failed is None:
             return
-        log, held = failed
-        parameters = self._owner.parameters
-        if any(parameters[i].grad is own and own._version == version for i, (own, version) in held.items()):
+        log, left = failed
+        if left.any_is_as_it_was(self._owner.parameters):
             self._finished_in.append(log)
             self._num_failed += 1
 
@@ -431,7 +426,7 @@ class BackwardStep(PassWatcher):
             return
         if (run := current_run()) not in self._runs:
             self._joins(run, index)
-        if self._before and self._unchanged(index, gradient):
+        if self._before and self._before.is_as_it_was(index, gradient):
             return
         if self._holds or current_run() in self._summing:
             self._hold(index, parameter)
@@ -449,10 +444,6 @@ class BackwardStep(PassWatcher):
         self._missing[stage] -= 1
         if self._missing[stage] <= 0:
             self._stage_finished(stage)
-
-    def _unchanged(self, index: int, gradient: Tensor) -> bool:
-        before, version = self._before.get(index, (None, 0))
-        return gradient is before and gradient._version == version
 
     def _stage_finished(self, number: int) -> None:
         self._stage_passes[number] += 1

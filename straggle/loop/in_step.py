@@ -14,12 +14,29 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from straggle.backward.step_in_parts import StepInParts
-from straggle.merge.round.step_passes import StopRule
+from straggle.merge.round.buffers import StageBuffers
+from straggle.merge.round.step_passes import Passes, StopRule
 from straggle.report import Phase
 from straggle.source.kept import KeptGradients
 
 NO_RUN = -2  # is no number of a run, nor that of being outside of all
 _NOTHING_KEPT = KeptGradients(())
+
+
+@dataclass(frozen=True)
+class LeftStep:
+    """What is still known of the step that was left last. ``passes``: this rank's; ``num_announced``: by the loop.
+
+    ``left_at``: how often it had asked whether to go on when it was late in it; ``None``: it was not. ``usable``: on
+    the device, whether it is to change anything. ``buffers``: its merged gradients, as long as anybody has one.
+    """
+
+    passes: Passes
+    num_announced: int = 1
+    left_at: int | None = None
+    stood_in: bool = False
+    usable: Tensor | None = None
+    buffers: weakref.ref[StageBuffers] | None = None
 
 
 class EarlySteps:

@@ -22,11 +22,11 @@ from straggle.backward.hooks import DeadlineReached, HasGradient, release_graph,
 from straggle.backward.passes import PassWatcher, current_run
 from straggle.backward.stages import PlanLearner, StagePlan
 from straggle.loop.by_hand import ByHand, Unreached, check_dense
-from straggle.loop.in_step import NO_RUN, EarlySteps, InStep
+from straggle.loop.in_step import NO_RUN, EarlySteps, InStep, LeftStep
 from straggle.loop.stop_rules import ByClock, NoData
 from straggle.merge.checks import check_passes_to_come
 from straggle.merge.late.sides import Entry
-from straggle.merge.round.buffers import Share, StageBuffers
+from straggle.merge.round.buffers import Share
 from straggle.merge.round.coordinator import Coordinator
 from straggle.merge.round.rank_parts import RankParts
 from straggle.merge.round.round import Round
@@ -79,14 +79,11 @@ class OpenStep(PassWatcher):
         fills: bool,
     ) -> None:
         self.step: Step | None = None
-        self.usable: Tensor | None = None  # on the device, whether the step that was left last is to change anything
-        self.num_announced = 1  # backward passes of the step that was left last
         self._source, self._slots = source, source.slots
         self._by_hand = ByHand(source)
         self._coordinator, self._training = coordinator, coordinator.training
         self._by_clock = ByClock(coordinator.training)
-        self.last_passes: Passes = coordinator.training.passes  # of the step that was left last
-        self.last_left_at: int | None = None  # how often it had asked whether to go on when it was late in that
+        self.last = LeftStep(coordinator.training.passes)
         self.stopwatch = coordinator.stopwatch
         self._state = state
         self._fill_in = fill_in
@@ -96,11 +93,9 @@ class OpenStep(PassWatcher):
         # a backward pass that was begun is not stopped
         self._complete_microbatches = coordinator.deadline.late_handling.granularity == "microbatch"
         self._device_clock = rank.device_clock
-        self._merged: weakref.ref[StageBuffers] | None = None  # the buffers of the step that was left last
         self._last_kept: tuple[int, tuple[int, ...]] = (NONE, ())  # as the peers, and as this rank, decided last
         self.groups = GradientChunks(self._slots)
         self._waiting = coordinator.waiting
-        self._stood_in = False  # in the step that was left last
         self._on_thread = _on_thread.steps
         self._on_thread.add(self)
         self._now = InStep(self._by_clock)  # the step that it is in, or was in last
@@ -118,11 +113,11 @@ class OpenStep(PassWatcher):
             self._on_thread = _on_thread.steps
             self._on_thread.add(self)
         if self._vote is not None:
-            self._vote.begin(self._training.step, stood_in=self._stood_in)
+            self._vote.begin(self._training.step, stood_in=self.last.stood_in)
         if self.unreached.there:
             self.unreached.clear()
         # only a weak reference: who keeps no gradient lets the buffers be used again
-        last = None if self._merged is None else self._merged()
+        last = None if self.last.buffers is None else self.last.buffers()
         rule = entry.rule or self._by_clock
         idle = entry.idle and not rule.stops_idle
         self._now = InStep(
@@ -264,13 +259,13 @@ class OpenStep(PassWatcher):
                 on_merged=None if self._now.early is None else self._step_early,
             )
         finally:
-            self.num_announced, self.last_passes = step.num_microbatches, self._training.passes
-            self.last_left_at = self._now.num_checks if self._now.stopped else None
+            left_at, passes = self._now.num_checks if self._now.stopped else None, self._training.passes
+            self.last = replace(self.last, passes=passes, num_announced=step.num_microbatches, left_at=left_at)
             self.step = None
             self._now.take_no_more()
             if isinstance(error, DeadlineReached):
                 release_graph(error, self._now.outputs)
-        self._stood_in = merged.stood_in
+        self.last = replace(self.last, stood_in=merged.stood_in)
         if self._vote is not None and not merged.stood_in:
             self._vote.forget_waits()
         # before placing: what is kept is added to the merged gradients
@@ -280,7 +275,6 @@ class OpenStep(PassWatcher):
         except PeerFailed as error:  # a rank of its replica is gone
             self._coordinator.lost_peer(error)
             raise
-        self.usable = None
         if merged.buffers.is_queued:
             self._note_device_numbers(merged, step.on_device)
         if self._device_clock is not None:
@@ -638,7 +632,7 @@ class OpenStep(PassWatcher):
     def _put_in_place(self, merged: Round) -> None:
         """Give every parameter its merged gradient, and every buffer its merged value: the same on every rank."""
         kept, views = self._now.kept.gradients, merged.buffers.views
-        self._merged = weakref.ref(merged.buffers)
+        self.last = replace(self.last, buffers=weakref.ref(merged.buffers), usable=None)
         if merged.buffers.is_queued:
             # before the first kernel that reads the buffers, in the order of this thread's queue
             merged.come_after(self._rank.channel, self._rank.where(merged.step))
@@ -690,7 +684,7 @@ class OpenStep(PassWatcher):
         """What only the device knows of the step goes into the row of a later one."""
         counts = merged.buffers.counts()
         self._coordinator.add_device_numbers(merged.step, counts, scalars)
-        self.usable = merged.buffers.usable
+        self.last = replace(self.last, usable=merged.buffers.usable)
 
     def _merged_gradients(self, views: Sequence[Tensor], shares: Sequence[Share]) -> list[Tensor | None]:
         """For each slot its gradient; none of what no rank has, and of what is stepped already."""

@@ -67,7 +67,7 @@ class OptimizerSteps:
         """
         if self._told is not None:  # in a step that failed
             self._forget()
-        usable = self._opened.usable
+        usable = self._opened.last.usable
         if usable is not None and all(group.get("fused") for group in optimizer.param_groups):
             optimizer.found_inf = 1.0 - usable.float()  # type: ignore[attr-defined]
             self._told = weakref.ref(optimizer)

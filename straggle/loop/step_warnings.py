@@ -48,7 +48,7 @@ class StepWarnings:
     def merged(self, merged: Round) -> None:
         """A step is merged: were there as many passes as announced, and are all gradients finite?"""
         if self._opened.passes_came_short(merged) and (
-            words := too_few_passes(self._opened.num_announced, self._opened.num_over)
+            words := too_few_passes(self._opened.last.num_announced, self._opened.num_over)
         ):
             self.once("passes", f"rank {self._channel.name}, step {merged.step}: {words}")
         fruitless = self._opened.num_fruitless

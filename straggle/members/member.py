@@ -104,7 +104,7 @@ class Member:
             return self._freeze()
 
     def _freeze(self) -> MergeProgress:
-        self._rank.channel.epoch += 1
+        self._rank.channel.begin_epoch()
         self._rank.rounds.merge_among_none()
         if self.is_out:
             return MergeProgress(-1)
@@ -169,7 +169,8 @@ class Member:
     def _come_in(self, view: View, repair: Repair) -> None:
         """This rank is let in; it gives no gradients until it has its state."""
         training, merging = self._rank.training, self._rank.merging
-        merging.takes_part_from, self._tables, self._catch_up = view.step, [], None
+        merging.take_part_from(view.step)
+        self._tables, self._catch_up = [], None
         self._membership.detector.note_own(is_out=False)
         merging.restore(repair.step)
         self._last_taken_at = self._came_in_at = repair.step
@@ -189,9 +190,10 @@ class Member:
         """This rank is no longer a member: its steps have no merge until it is let in again."""
         merging = self._rank.merging
         with self._lock:
-            self._rank.channel.epoch += 1
+            self._rank.channel.begin_epoch()
             self._rank.rounds.merge_among_none()
-            merging.takes_part_from, self._gives_at, self._admits_after = sys.maxsize, -1, -1
+            merging.take_part_from(sys.maxsize)
+            self._gives_at, self._admits_after = -1, -1
             self._membership.detector.note_own(is_out=True)
             if (current := merging.round) is not None:  # whoever still has it would hold the groups' connections
                 current.let_go()
@@ -447,7 +449,7 @@ class Member:
 
     def _need_state(self) -> None:
         self.fell_behind, self.is_back = True, False
-        self._rank.merging.takes_part_from = sys.maxsize
+        self._rank.merging.take_part_from(sys.maxsize)
         self._rank.ring.clear()
         self._tables, self._catch_up = [], None
         self._rank.training.stop_up_to(sys.maxsize)

@@ -82,11 +82,11 @@ class Replay(Wing):
 def decision_of(opened: OpenStep, current: Round) -> Decision:
     """What this rank decided in the step that it has left, for a recording."""
     # including micro-batches that came after its part was submitted: they have run
-    parts, merged, own = opened.last_passes.parts, current.passes.parts, current.submitted
+    parts, merged, own = opened.last.passes.parts, current.passes.parts, current.submitted
     decision = Decision(
         current.step,
         current.gradients.number,
-        opened.last_left_at,
+        opened.last.left_at,
         current.stood_in,
         current.gradients.num_over,
         parts=parts,

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from torch import Tensor
 
 from straggle.backward.hooks import HasGradient
+from straggle.backward.passes import SeenGradients
 
 UNDECIDED, NONE = -1, 0
 
@@ -31,7 +32,7 @@ class KeptGradients:
     ) -> None:
         self._parameters, self._is_queued = parameters, is_queued
         there = zip(count(), (parameter.grad for parameter in parameters), merged, strict=False)
-        self._entered = {index: (gradient, gradient._version) for index, gradient, own in there if gradient is own}
+        self._entered = SeenGradients((index, gradient) for index, gradient, own in there if gradient is own)
         self._aside: dict[int, Tensor] | None = None
         self._unseen: dict[int, tuple[Tensor, Tensor]] = {}  # copies that may be zeros, and what they are copies of
         self.decided = not self._entered
@@ -63,9 +64,11 @@ class KeptGradients:
         """
         if self._aside is None:  # the pass did not come through the model's output
             parameter = self._parameters[first]
-            own, (before, version) = parameter.grad, self._entered.get(first, (None, -1))
-            if own is before:
-                if own is None or own._version == version:  # the pass has no gradient for it
+            own = parameter.grad
+            if own is None and not self._entered.had(first):
+                return False
+            if own is not None and self._entered.was_there(first, own):
+                if self._entered.is_as_it_was(first, own):  # the pass has no gradient for it
                     return False
                 raise RuntimeError(
                     "a backward pass that was not seen to come through the output of model(...) added to a gradient "
@@ -77,7 +80,7 @@ class KeptGradients:
             self._aside = self._take(looks=not self._is_queued)
             parameter.grad = own
         # a gradient that was zeroed in place is not kept, as if it had been set to None
-        self._settle({index: grad for index, grad in self._aside.items() if self._is_as_entered(index, grad)})
+        self._settle({index: grad for index, grad in self._aside.items() if self._entered.is_as_it_was(index, grad)})
         return True
 
     def take_put(self) -> dict[int, Tensor]:
@@ -121,10 +124,6 @@ class KeptGradients:
         self._settle(there)
         return False
 
-    def _is_as_entered(self, index: int, gradient: Tensor) -> bool:
-        before, version = self._entered.get(index, (None, -1))
-        return gradient is before and gradient._version == version
-
     def _take(self, *, looks: bool) -> dict[int, Tensor]:
         """Take the gradients that are as they were on entering, or were zeroed in place since.
 
@@ -136,8 +135,8 @@ class KeptGradients:
         for index, parameter in enumerate(self._parameters):
             if (gradient := parameter.grad) is None:
                 continue
-            was_entered = self._was_entered(index, gradient)
-            if self._is_as_entered(index, gradient) or (looks and was_entered and not gradient.any()):
+            was_entered = self._entered.was_there(index, gradient)
+            if self._entered.is_as_it_was(index, gradient) or (looks and was_entered and not gradient.any()):
                 parameter.grad = None
                 aside[index] = gradient
             elif was_entered:
@@ -156,14 +155,11 @@ class KeptGradients:
             self._parameters[index].grad = None
         return there
 
-    def _was_entered(self, index: int, gradient: Tensor) -> bool:
-        return gradient is self._entered.get(index, (None, -1))[0]
-
     def _settle(self, kept: dict[int, Tensor]) -> None:
         self.gradients = {index: gradient.detach().clone() for index, gradient in kept.items()}
         self.decided = True
         # references would keep the buffers of the step before from being used again
-        self._entered, self._aside = {}, None  # from here on the loop has the gradients
+        self._entered, self._aside = SeenGradients(), None  # from here on the loop has the gradients
 
 
 def mark_of(kept: Iterable[int]) -> int:

@@ -299,6 +299,10 @@ class MergeSide:
         """Whether all of this rank's part is on its way."""
         return self.round is not None and self.round.closed
 
+    def take_part_from(self, step: int) -> None:
+        """This rank takes part from this step on; ``sys.maxsize``: nobody knows from which on."""
+        self.takes_part_from = step
+
     def begin(self, current: Round) -> None:
         """This rank has something for the step."""
         self.round = current

@@ -274,6 +274,10 @@ class Channel:
         """Let peers know where this rank is, by ``place()``, which is asked on another thread now and then."""
         self._progress.tell(place)
 
+    def begin_epoch(self) -> None:
+        """The groups are others from here on: what was launched in the old ones is not to be published."""
+        self.epoch += 1
+
     def device_is_watched(self, own_failure: Callable[[], str | None]) -> None:
         """``own_failure()``: why peers may have given up this rank, if its device hangs."""
         self._own_failure = own_failure
