@@ -339,8 +339,8 @@ MEMBERS = [
     Fault(
         "waits-for-a-view-that-is-there",
         "members/member.py",
-        "elif table.admits() and step >= self._let_in_at and not self.notes_of(current).complete:",
-        "elif table.admits() and step >= self._let_in_at:",
+        "elif admits(table) and step >= self._let_in_at and not self.notes_of(current).complete:",
+        "elif admits(table) and step >= self._let_in_at:",
     ),
     Fault("refilled-view-is-no-new-one", "members/refill.py", "return newest.again()", "return newest"),
     # -- who is gone

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from straggle.members.rows import leaving_ranks
 from straggle.merge.rows.step_record import StepRecord
 
 
@@ -85,7 +86,7 @@ def parts_of(record: StepRecord, repeat_up_to: float = 0.0) -> Parts:
         finished = [not (own.absent or own.idle) and own.reach > repeat_up_to for own in ranks]
     stood_in = table.stood_in_ranks()
     missed = table.missed_ranks() if stood_in else stood_in
-    return Parts(tuple(finished), table.absent_ranks(), stood_in, table.leaving_ranks(), missed)
+    return Parts(tuple(finished), table.absent_ranks(), stood_in, leaving_ranks(table), missed)
 
 
 class Ledger:

@@ -21,6 +21,7 @@ import torch
 from straggle.data.deal import Parts
 from straggle.data.rank_times import BatchTimes, HeldUp, held_up
 from straggle.data.shares import deal
+from straggle.members.rows import leaving_ranks
 from straggle.merge.rows.step_record import StepRecord
 from straggle.merge.rows.table import Table
 from straggle.parallel import StagedDataParallel
@@ -192,7 +193,7 @@ class Rebalance:
             self._follow(record.step + 1)
             return
         table = record.table
-        parts = Parts((), table.absent_ranks(), table.stood_in_ranks(), table.leaving_ranks())
+        parts = Parts((), table.absent_ranks(), table.stood_in_ranks(), leaving_ranks(table))
         if self._rank in parts.absent:  # it does not know what the others do, and is given their state
             return
         weights = self._weights(table)

@@ -15,6 +15,7 @@ from straggle.members.membership import Membership
 from straggle.members.moved_round import Notes, RoundNotes, freeze, go_on, travels
 from straggle.members.notice import Notice
 from straggle.members.put_out import PutOut
+from straggle.members.rows import admits, admits_of, leaving_ranks
 from straggle.members.state_wire import StateRoom
 from straggle.members.view import MergeProgress, Repair, View
 from straggle.members.view_chain import Hold
@@ -385,12 +386,12 @@ class Member:
         if self._catch_up is not None and stood_in >= set(self._rank.rounds.ranks):
             self._end_healing()  # the others have ended or are no further: none of them waits for this rank
         self.notice.merged(step, table, place)
-        if leaving := table.leaving_ranks():
+        if leaving := leaving_ranks(table):
             self._leave(step, leaving, complete=self.notes_of(current).complete)
         elif self._admits_after == step:  # whoever else holds: without this rank nothing of the next step is merged
             self._hold(step)
-        elif table.admits() and step >= self._let_in_at and not self.notes_of(current).complete:
-            leads = membership.inside.size == 1 and table.admits_of(place)
+        elif admits(table) and step >= self._let_in_at and not self.notes_of(current).complete:
+            leads = membership.inside.size == 1 and admits_of(table, place)
             if leads:
                 self._gives_at = step + 1
             self._freeze()  # so that nothing of the next step is in flight when newcomers come in

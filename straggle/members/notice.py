@@ -12,6 +12,7 @@ from typing import Any, final
 
 from straggle.members import agents
 from straggle.members.membership import Membership
+from straggle.members.rows import is_last, leaving_ranks
 from straggle.merge.rows.table import Table
 from straggle.merge.wing import Departure
 
@@ -83,8 +84,8 @@ class Notice(Departure):
 
     def merged(self, step: int, table: Table, place: int) -> None:
         """A step is merged: note what follows from all rows."""
-        if place in table.leaving_ranks():
+        if place in leaving_ranks(table):
             self._left_after = step
             self._membership.leave_for_good()
-        elif table.ends():
+        elif is_last(table):
             self._ends_after = step

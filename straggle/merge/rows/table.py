@@ -231,32 +231,6 @@ class Table:
         """Ranks that took no part."""
         return frozenset(rank for rank, absent in enumerate(self._columns["absent"]) if absent)
 
-    def admits_of(self, rank: int) -> bool:
-        """Whether this rank lets others in after this step."""
-        return bool(self._columns["admits"][rank])
-
-    def admits(self) -> bool:
-        """Whether ranks are let in after this step."""
-        return any(self._columns["admits"])
-
-    def leaving_ranks(self) -> frozenset[int]:
-        """The ranks that leave after this step: those that are to, if the others may go on without them."""
-        return frozenset() if self.is_usual else self._departures[0]
-
-    def ends(self) -> bool:
-        """Whether this is the last step of all ranks: some are to leave, and too few would be left."""
-        return not self.is_usual and self._departures[1]
-
-    @cached_property
-    def _departures(self) -> tuple[frozenset[int], bool]:
-        needs = self._columns["leaves"]
-        leaving = frozenset(rank for rank, others in enumerate(needs) if others)
-        left = set(range(self.num_ranks)) - self.absent_ranks() - leaving
-        if len(left) < max(needs):
-            return frozenset(), True
-        # one of the others has to have the state of the job: otherwise they leave after a later step
-        return leaving if left - self.stood_in_ranks() else frozenset(), False
-
     def nonfinite_ranks(self) -> list[int]:
         """Ranks with gradients that were left out because they were not finite."""
         return [rank for rank, number in enumerate(self._columns["nonfinite"]) if number]

@@ -11,6 +11,7 @@ from telemetry_rows import row_of
 
 from straggle.backward.clocks import Stopwatch
 from straggle.links.job_pings import merged_step
+from straggle.members.rows import is_last, leaving_ranks
 from straggle.merge.late.sides import TrainingSide
 from straggle.merge.rows.table import Table
 from straggle.merge.rows.telemetry import MAX_WAYS, UNCHANGED, absent_row
@@ -96,4 +97,4 @@ def test_ranks_that_are_to_end_leave_if_the_others_go_on_without_them_and_otherw
     rows: list[dict[str, float]], leaving: set[int], ends: bool
 ) -> None:
     table = Table(torch.stack([row_of(**{**USUAL, **own}).encode() for own in rows]), 0)
-    assert (table.leaving_ranks(), table.ends()) == (frozenset(leaving), ends)
+    assert (leaving_ranks(table), is_last(table)) == (frozenset(leaving), ends)
