@@ -161,14 +161,14 @@ def test_terminated_run_leaves_a_checkpoint_and_goes_on_as_if_it_had_not_been(ru
 
 
 @contextlib.contextmanager
-def launch_script(folder, *keys, workers=1):
-    """launch.sh in a process group of its own, as a shell starts it; with its output."""
+def launch_script(folder, *keys):
+    """launch.sh with a worker in a process group of its own, as a shell starts it; with its output."""
     command = [str(ROOT / "launch.sh"), *KEYS, *keys, "run_dir=run"]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             command,
             cwd=folder,
-            env={**ENVIRONMENT, "WORKERS": str(workers)},
+            env={**ENVIRONMENT, "WORKERS": "1"},
             stdout=log,
             stderr=log,
             start_new_session=True,
@@ -198,7 +198,7 @@ def ctrl_c(process):
 @pytest.mark.skipif(not (ROOT / ".venv").exists(), reason="launch.sh would set up its environment")
 def test_ctrl_c_ends_a_run_after_its_step_with_a_checkpoint_and_a_page_and_leaves_no_target(tmp_path):
     run = tmp_path / "run"
-    with launch_script(tmp_path, "steps=100000", "metrics=prometheus", "metrics.port=0", workers=2) as (process, log):
+    with launch_script(tmp_path, "steps=100000", "metrics=prometheus", "metrics.port=0") as (process, log):
         wait_for_steps(lambda: process.poll() is None, run / "trace.jsonl", 5)
         ctrl_c(process)
         assert process.wait(200) == 0
