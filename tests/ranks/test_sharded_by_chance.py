@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import digest, run_forked, staged
+from ranks import digest, run_ranks, staged
 from sharding import mesh_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from straggle import StagedDataParallel
 
-WIDTH, EXACT, NUM_STEPS = 6, 1e-5, 4
+WIDTH, EXACT, NUM_STEPS, NUM_CASES = 6, 1e-5, 4, 39
 LATE_RANK, REPLICAS = 3, (range(2), range(2, 4))
 
 
@@ -111,22 +112,25 @@ class Cut:
         self.act()
 
 
-_cut = Cut(-1)
+class _OfRank(threading.local):
+    cut = Cut(-1)
+
+
+_here = _OfRank()
 
 
 @contextmanager
 def cut_by(cut: Cut) -> Iterator[None]:
-    global _cut
-    before, _cut = _cut, cut
+    before, _here.cut = _here.cut, cut
     try:
         yield
     finally:
-        _cut = before
+        _here.cut = before
 
 
 def place(value: Tensor | None, in_unit: bool = False) -> None:
     """Between two operations of a model, or two statements of a loop."""
-    _cut.come(value, in_unit)
+    _here.cut.come(value, in_unit)
 
 
 class Block(nn.Module):
@@ -415,6 +419,8 @@ def differing(job: Job, number: int, kept: list[Gradients], cut: Cut) -> list[st
     wrong, may = [], allowed(job, cut)
     for model, net, before in zip(job.models, job.plain, kept, strict=True):
         merged = [difference(now, was) for now, was in zip(shards_of(model), before, strict=True)]
+        if job.rank != min(REPLICAS[0]):  # the whole model's gradients are the same wherever they are computed
+            continue
         names = [name for name, _ in net.named_parameters()]
         for name, found in zip(names, given(job, net, merged, number), strict=True):
             if not found & may:
@@ -457,7 +463,7 @@ def all_cases(rank: int, numbers: tuple[int, ...]) -> dict[int, tuple[list[str],
 
 
 def check(numbers: tuple[int, ...]) -> None:
-    by_rank = run_forked(all_cases, 4, numbers, timeout_s=60.0 + 20.0 * len(numbers))
+    by_rank = run_ranks(all_cases, 4, numbers)
     for number in numbers:
         for rank in range(4):
             wrong, hashes = by_rank[rank][number]
@@ -465,18 +471,13 @@ def check(numbers: tuple[int, ...]) -> None:
             assert hashes == by_rank[rank % 2][number][1], (number, case_of(number), "replicas differ")
 
 
-def test_model_that_is_cut_between_units_or_passes_is_exact_in_that_step_and_the_next() -> None:
-    check((13,))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 80, 20))
+@pytest.mark.parametrize("first", range(0, NUM_CASES, 3))
 def test_model_that_is_cut_anywhere_is_exact_in_that_step_and_the_next(first: int) -> None:
-    check((*range(first, first + 20),))
+    check((*range(first, first + 3),))
 
 
 def test_cases_have_each_choice_of_each_kind() -> None:
-    drawn = [case_of(number) for number in range(80)]
+    drawn = [case_of(number) for number in range(NUM_CASES)]
     for name, choices in CHOICES.items():
         assert {getattr(case, name) for case in drawn} == {*choices}
     assert {field.name for field in fields(Case)} == {*CHOICES, "place"}

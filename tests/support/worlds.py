@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from queued_device import queued_device
-from ranks import run_forked, staged
+from ranks import run_ranks, staged
 from sharding import mesh_of, shard
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,11 +38,9 @@ class World:
     def num_ranks(self) -> int:
         return REPLICAS * self.shards
 
-    def run(
-        self, scenario: Callable[..., Any], *args: Any, replicas: int = REPLICAS, timeout_s: float = 150.0
-    ) -> list[Any]:
+    def run(self, scenario: Callable[..., Any], *args: Any, replicas: int = REPLICAS) -> list[Any]:
         """What ``scenario(here, *args)`` returns on each rank."""
-        return run_forked(_here, replicas * self.shards, self, scenario, *args, timeout_s=timeout_s)
+        return run_ranks(_here, replicas * self.shards, self, scenario, *args)
 
     def ranks_of(self, replica: int) -> range:
         return range(self.shards * replica, self.shards * (replica + 1))
