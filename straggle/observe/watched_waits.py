@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from straggle import world
 from straggle.observe.watched_job import units_of
 
 Around: TypeAlias = Callable[[Callable[[], Any]], Any]
@@ -37,12 +38,13 @@ class Bracket:
     def __init__(self, owner: Any, name: str, around: Around) -> None:
         self._owner, self._name = weakref.ref(owner), name
         self._around: Around | None = around
+        self._process = world.process()
         self._before: Any = vars(owner).get(name)  # None: what its class has
         setattr(owner, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self._before or getattr(type(self._owner()), self._name).__get__(self._owner())
-        if self._around is None or torch.compiler.is_compiling():
+        if self._around is None or torch.compiler.is_compiling() or world.process() != self._process:
             return call(*args, **kwargs)
         return self._around(lambda: call(*args, **kwargs))
 

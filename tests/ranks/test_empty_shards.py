@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_forked, staged
+from ranks import run_ranks, staged
 from sharding import mesh_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -104,19 +104,17 @@ def train_all(rank: int, cases: Sequence[Sequence[int]], sharded: bool, only: Se
 
 
 def test_rank_that_has_nothing_of_a_stage_takes_part_as_the_others_do() -> None:
-    run_forked(train_all, 4, [[3, 1, 1]], True, ["a stage each"])
+    run_ranks(train_all, 4, [[3, 1, 1]], True, ["a stage each"])
 
 
 def test_model_without_any_element_is_merged() -> None:
-    run_forked(train_all, 2, [[0], [0, 0], [0, 3]], False, ["none", "a stage each"])
+    run_ranks(train_all, 2, [[0], [0, 0], [0, 3]], False, ["none", "a stage each"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rows", [[1], [1, 1], [3, 1, 1], [1, 3, 1], [1, 1, 2], [1, 4, 1]])
 def test_sharded_layers_of_any_few_rows_are_merged_under_each_option(rows: list[int]) -> None:
-    run_forked(train_all, 4, [rows], True)
+    run_ranks(train_all, 4, [rows], True)
 
 
-@pytest.mark.slow
 def test_parameters_without_elements_are_merged_under_each_option() -> None:
-    run_forked(train_all, 3, [[0], [0, 0], [1], [0, 3], [3, 0], [1, 0, 2]], False)
+    run_ranks(train_all, 3, [[0], [0, 0], [1], [0, 3], [3, 0], [1, 0, 2]], False)

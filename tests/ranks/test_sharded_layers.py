@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ranks import digest, run_forked, staged
+from ranks import digest, run_ranks, staged
 from sharding import Blocks, batch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -74,10 +74,9 @@ def leave(model: StagedDataParallel, rank: int) -> None:
     model.zero_grad()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("early", [False, True])
 def test_replicas_of_split_layers_train_as_one_model(early: bool) -> None:
-    assert max(run_forked(train_both, 4, early)) < 1e-5
+    assert max(run_ranks(train_both, 4, early)) < 1e-5
 
 
 def train_stuck(rank: int) -> tuple[str, str, int]:
@@ -110,7 +109,7 @@ def train_stuck(rank: int) -> tuple[str, str, int]:
 
 
 def test_copies_in_a_replica_stay_equal_if_one_of_its_ranks_is_stuck() -> None:
-    copies, everything, num_late = zip(*run_forked(train_stuck, 4), strict=True)
+    copies, everything, num_late = zip(*run_ranks(train_stuck, 4), strict=True)
     assert min(num_late) > 0
     assert len(set(copies)) == 1
     assert len(set(everything)) == 1
@@ -145,6 +144,6 @@ def train_without_ends(rank: int) -> tuple[list[bool], float]:
 
 
 def test_copies_that_no_graph_has_used_have_no_gradient_also_if_the_merges_of_a_replica_differ() -> None:
-    for are_none, difference in run_forked(train_without_ends, 4):
+    for are_none, difference in run_ranks(train_without_ends, 4):
         assert are_none == [True, True]
         assert difference < 1e-6

@@ -221,6 +221,13 @@ class Work(dist.Work):
             raise RuntimeError(f"[Gloo] {self.error}")
         return True
 
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """For DDP, which waits for it where no other thread of the world could run: so its thread waits here."""
+        self.wait()
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        future.set_result([*self._written])
+        return future
+
 
 _ProcessGroup: Any = dist.ProcessGroup  # whose methods have other arguments in each version of torch
 
