@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -82,29 +82,43 @@ def train_elastic(config: DictConfig, *, resumes: Callable[..., bool]) -> None:
         try:
             with ExitStack() as observed:
                 _train(job, config, checkpoint, first_step, observed)
-            _loop_ended(job, config, checkpoint, told, stop)
-        except JobDone:  # which is logged
-            pass
-        except NotSaved as error:
+            status = _loop_ended(job, config, checkpoint, told, stop)
+        except (JobDone, NotSaved, PeerFailed, *_STORE_LOST) as error:
+            if replica is None and isinstance(error, PeerFailed) and not isinstance(error, TooFewRanks):
+                raise
+            status = _status_after(error, job, checkpoint, told, stop)
+        if status is not None:
+            exit_at_once(status)
+        job.close()
+
+
+def _status_after(
+    error: BaseException, job: StagedJob, checkpoint: Checkpoint, told: Any, stop: StopSignal
+) -> int | None:
+    """Say and save what is left after this error; the status with which this process ends at once, if it does.
+
+    To free its groups would wait for ranks that are gone. ``None``: it ends as one whose loop is over.
+    """
+    match error:
+        case JobDone():  # which is logged
+            return None
+        case NotSaved():
             job.close()
             if checkpoint.ranks.leads:  # which may be any rank
                 sys.stderr.write(f"{error}\n")
-            exit_at_once(DO_NOT_RESTART)  # a rank that was started again would find that the run is over
-        except TooFewRanks as error:
-            if told.check(["over"]):  # the others are done, and have left
-                exit_at_once()
-            _give_up(job, checkpoint, error, error.ranks)
-        except PeerFailed as error:
-            if replica is None:
-                raise
-            if stop.peers_go_on:  # another rank of the replica has left a step earlier
-                _say_left(job)
-            else:
-                sys.stderr.write(f"{error}\n")  # which says why its replica has left
-            exit_at_once(0 if stop.peers_go_on else 1)  # freeing the groups would wait for ranks that are gone
-        except _STORE_LOST as error:
-            _give_up(job, checkpoint, error, job.model.member_ranks)
-        job.close()
+            return DO_NOT_RESTART  # a rank that was started again would find that the run is over
+        case TooFewRanks() if told.check(["over"]):  # the others are done, and have left
+            return 0
+        case TooFewRanks():
+            return _give_up(job, checkpoint, error, error.ranks)
+        case PeerFailed() if stop.peers_go_on:  # another rank of the replica has left a step earlier
+            _say_left(job)
+            return 0
+        case PeerFailed():
+            sys.stderr.write(f"{error}\n")  # which says why its replica has left
+            return 1
+        case _:  # the store is lost
+            return _give_up(job, checkpoint, error, job.model.member_ranks)
 
 
 @contextmanager
@@ -233,20 +247,19 @@ def _save(checkpoint: Checkpoint, job: StagedJob) -> bool:
     return True
 
 
-def _loop_ended(job: StagedJob, config: DictConfig, checkpoint: Checkpoint, told: Any, stop: StopSignal) -> None:
-    """This rank makes no more steps: all are made, or it is told to end; ends the process if there are more to make."""
+def _loop_ended(job: StagedJob, config: DictConfig, checkpoint: Checkpoint, told: Any, stop: StopSignal) -> int | None:
+    """This rank makes no more steps: all are made, or it is told to end. Then the status to end with at once."""
     if job.model.last_report is None:  # the checkpoint that it goes on from has all steps
         told.set("over", "")
         if job.model.job_rank == 0:
             finish(job, Path(config.run_dir), (), {}, ())
-        return
+        return None
     if stop.peers_go_on:
         _say_left(job)
     else:
         told.set("over", "")
         _end(job, config, checkpoint, told)
-    if job.report.step + 1 < config.steps:
-        _end_early(job, stop)
+    return _end_early(job, stop) if job.report.step + 1 < config.steps else None
 
 
 def _end(job: StagedJob, config: DictConfig, checkpoint: Checkpoint, told: Any) -> None:
@@ -280,12 +293,12 @@ def _finish(job: StagedJob, config: DictConfig, ranks: Ranks, told: Any) -> None
         write_page(run_dir)
 
 
-def _end_early(job: StagedJob, stop: StopSignal) -> NoReturn:
-    """End the process at once: who sent the signal may not wait for long."""
+def _end_early(job: StagedJob, stop: StopSignal) -> int:
+    """Leave the job; the status to end with at once, as who sent the signal may not wait for long."""
     job.close()
     if not stop.requested:
         sys.stderr.write("others were told to end, and too few ranks would be left\n")
-    exit_at_once(0 if stop.requested else DO_NOT_RESTART)
+    return 0 if stop.requested else DO_NOT_RESTART
 
 
 def _say_left(job: StagedJob) -> None:
@@ -307,8 +320,8 @@ def _hashes(told: Any, members: list[int]) -> list[str]:
     return [told.get(f"parameters/{rank}").decode() for rank in members if rank not in missing]
 
 
-def _give_up(job: StagedJob, checkpoint: Checkpoint, error: Exception, members: Sequence[int]) -> None:
-    """The job cannot go on: the lowest of its members saves what there is."""
+def _give_up(job: StagedJob, checkpoint: Checkpoint, error: BaseException, members: Sequence[int]) -> int:
+    """The job cannot go on: the lowest of its members saves what there is. The status to end with at once."""
     sys.stderr.write(f"{error}\n")
     job.model.close()  # else a replica's process is ended after some seconds, and saving may take longer
     if job.model.rank == min(members, default=None) and job.model.last_report is not None:
@@ -320,4 +333,4 @@ def _give_up(job: StagedJob, checkpoint: Checkpoint, error: Exception, members: 
             said = str(not_saved)
         if checkpoint.ranks.leads:
             sys.stderr.write(f"{said}\n")
-    exit_at_once(DO_NOT_RESTART)
+    return DO_NOT_RESTART
