@@ -134,7 +134,7 @@ class Pings:
     def close(self) -> None:
         """Ping no more. A ping that is on its way is not waited for."""
         self._closing.set()
-        self._turn.set()
+        self._turn.set()  # after it: the thread that wakes sees that it is to end
 
     def merged(self, step: int, of: Callable[[], Merged]) -> None:
         """``step`` is merged; by the training thread. ``of`` is called by the thread that pings, if at all."""

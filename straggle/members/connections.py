@@ -34,7 +34,7 @@ class Connections:
         except IndexError:
             store = self.connect()
         yield store
-        self._idle.append(store)
+        self._idle.append(store)  # not in a `finally`: what has raised may be broken, or still be waited for
 
     def forget_idle(self) -> None:
         """Drop the connections that are not lent now: they are broken."""

@@ -172,6 +172,7 @@ class ElasticChannel(Channel):
         given_up.set()
         if not has_ended.is_set() or len(made) < 2:
             return False
+        # the groups before their number: who reads the number of a view finds its groups
         self._formed = ProcessGroups(made["data"], made["control"], view.ranks)
         self.generation = view.generation
         self._keep_groups(tuple(made.values()))

@@ -96,7 +96,7 @@ class FailureDetector:
     def stop(self) -> None:
         """Tell the threads to end; does not wait for them."""
         self._stopping.set()
-        self._wake.set()
+        self._wake.set()  # after it, or the thread would wake, see nothing and sleep again
         self._heartbeat.stop()
 
     def connect_anew(self) -> None:
@@ -106,7 +106,7 @@ class FailureDetector:
         the cut as the cut was long. Until then this rank would be put out and not know it.
         """
         if not self._stopping.is_set():
-            self._life += 1
+            self._life += 1  # first: the stuck thread ends as soon as its request returns
             self._start()
             self._heartbeat.connect_anew()
 
@@ -157,13 +157,13 @@ class FailureDetector:
         while not self._stopping.is_set():
             self.num_turns += 1
             self._wake.wait(max(BEAT_S, looked_at + self._between_looks_s() - world.monotonic()))
-            self._wake.clear()
+            self._wake.clear()  # before the look: what happens during it wakes the next one
             looked_at = world.monotonic()
             try:
                 store = store or self._connections.connect()
                 self._heartbeat.beat(store)
                 view = self._read_or_fill(store)
-                if self._life != life:  # this thread was stuck, and has a successor
+                if self._life != life:  # this thread was stuck, and has a successor: what it has read is old
                     return
                 if view is None:
                     continue

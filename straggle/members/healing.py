@@ -186,6 +186,7 @@ class Healing:
 
     def let_in(self, view: View) -> None:
         """This rank is a member again from ``view.step`` on; called by the thread of `Regrouping`."""
+        # before the thread that receives it: an arrival of an older view is not awaited any more
         self._arrival = arrival = _Arrival(self._channel, view)
         self._membership.spawn(arrival.receive, lambda: self._arrival is arrival and self._membership.is_member)
 
@@ -366,7 +367,7 @@ class _Arrival:
             if not isinstance(state, dict):
                 raise ValueError("what came is no state")
             self._check_replica(awaits)
-            self.state = state
+            self.state = state  # last, and whole: the training thread takes it as soon as it is there
         except Exception as error:  # any error, such as too little memory: otherwise this rank would wait for ever
             self.error = error
 

@@ -52,7 +52,7 @@ class Heartbeat:
 
     def connect_anew(self) -> None:
         """Go on with a new connection: the old one may be dead, which a thread that only writes cannot notice."""
-        self._life += 1
+        self._life += 1  # first: or the old thread could take itself for the new one
         self._start()
 
     def stop(self) -> None:

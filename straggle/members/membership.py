@@ -389,7 +389,7 @@ class Membership:
     def spawn(self, target: Callable[..., None], *args: Any) -> world.Thread:
         """Start a thread that waits for other ranks and may be abandoned; `close` waits for it for a moment."""
         thread = world.Thread(target=target, args=args, name="straggle-members", daemon=True)
-        with self._spawning:
+        with self._spawning:  # whoever spawns meanwhile would write the list as it was before
             thread.start()
             self._threads = [*(own for own in self._threads if own.is_alive()), thread]
         return thread
@@ -400,7 +400,7 @@ class Membership:
 
     def close(self) -> None:
         """End the threads."""
-        self.is_closed = True
+        self.is_closed = True  # first: threads that wait for a peer see it and end
         self.detector.stop()
         # a thread that returns from a store request while Python ends would end the process with an error
         end_of((*self.detector.threads, *self._heartbeat.threads, *self._threads), _END_S)

@@ -71,12 +71,12 @@ class Regrouping:
 
     def start(self) -> None:
         """Start the thread: from now on the remaining members go on if one leaves."""
-        self._membership.detector.put_out_silent()
+        self._membership.detector.put_out_silent()  # a view may come before the thread runs: it finds it then
         self._thread.start()
 
     def close(self) -> None:
         """End the thread."""
-        self._closing.set()
+        self._closing.set()  # first: what the channel raises from now on is no reason to end the job
         self._channel.close_soon()
         end_of([self._thread], _END_S)  # unless a hook holds the model's last reference: this thread itself closes it
 

@@ -115,7 +115,7 @@ class ViewChain:
 
     def saw(self, view: View) -> None:
         """Note a view as seen, if it is newer."""
-        with self._changed:
+        with self._changed:  # several threads read the store: an older answer may come after a newer one
             known = self._view
             if known is None or (view.generation, view.begun) > (known.generation, known.begun):
                 self._view = view

@@ -85,7 +85,7 @@ class StuckWatch(Wing):
     def close(self) -> None:
         """Watch no more; the thread ends by itself."""
         self._closing.set()
-        if self._posted:
+        if self._posted:  # the thread may post once more: peers forget what is not said again
             self._post("")
         self._debug_server.close()
 
@@ -284,7 +284,7 @@ class StuckWatch(Wing):
         if (noted := self._stood_in) is None:
             return
         self._stood_in = None
-        step, frames = noted
+        step, frames = noted  # one assignment of the stand-in's: both are of the same moment
         if (place := place_of(frames)) is None or place.kind == "inside":
             return
         self._times[line := str(place.own)] += 1
