@@ -298,6 +298,12 @@ class StepReport:
         ),
     )
     pool_weight: float = field(default=0.0, metadata=described("the sum of their weights; 0 without a pool"))
+    pool_attempts: int = field(
+        default=0,
+        metadata=described(
+            "how often the pool was begun, because micro-batches were lost, with `step.pull(seed=...)`; 0 without"
+        ),
+    )
     network_s: float = field(
         default=math.nan,
         metadata=described("the rest of the step after the last rank had submitted: the merge on the network"),

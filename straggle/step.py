@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TypeVar, final
 
 import torch
@@ -19,6 +19,13 @@ from straggle.merge.wing import Departure
 from straggle.policies.cost import check_cost
 
 Part = TypeVar("Part")
+LOG_AFTER_MERGE = (
+    "step.log() after the loop over step.pull(seed=...): the step is merged by then; call it inside of that loop"
+)
+SEED_BESIDE_OPTIMIZER = (
+    "step.pull(seed=...) in model.step(optimizer=...): parameters would be stepped before it is known whether the step "
+    "is to be made again; leave out optimizer=, and call optimizer.step() after the block"
+)
 
 
 class Step:
@@ -29,7 +36,7 @@ class Step:
 
     Made by `StagedDataParallel.step`. ``enter`` and ``leave`` are called at the two ends of its block; ``leave``
     returns whether the error, if any, was only the deadline. ``release`` frees the memory of a pass that was left late.
-    ``optimizer`` is stepped as the gradients are merged. ``draw(weights)`` yields the numbers of this rank's
+    ``optimizer`` is stepped as the gradients are merged. ``draw(weights, seed)`` yields the numbers of this rank's
     micro-batches, of shared ones with these weights, each with those after it. ``expect`` is called with the number of
     passes of an open step. ``departure``: how this rank may end before the others, if it may.
     """
@@ -43,7 +50,7 @@ class Step:
         enter: Callable[[Step], None],
         leave: Callable[[Step, BaseException | None], bool],
         release: Callable[[DeadlineReached], None],
-        draw: Callable[[tuple[float, ...]], Iterator[tuple[int, Sequence[int]]]],
+        draw: Callable[[tuple[float, ...], int | None], Generator[tuple[int, Sequence[int]]]],
         expect: Callable[[int], None],
         optimizer: Optimizer | None = None,
         departure: Departure | None = None,
@@ -53,10 +60,12 @@ class Step:
         self._enter, self._leave, self._release = enter, leave, release
         self._draw, self._expect = draw, expect
         self._is_open = self._pulls = False
+        self._drawn: Generator[tuple[int, Sequence[int]]] | None = None
         self._num_microbatches = num_microbatches
         self.optimizer, self.departure = optimizer, departure
         self.scalars: dict[str, float] = {}
         self.on_device: dict[str, Tensor] = {}  # scalars that the host does not wait for
+        self._is_merged = False  # inside of the block
         self.late = False  # whether this rank has been stopped in this step so far
         self.between = False  # between two calls of `microbatch`, where the model's passes belong to no step
         # as the loop has set them, in the block or before it
@@ -89,28 +98,41 @@ class Step:
         if not self._is_open:
             return False
         self._is_open = False
+        if self._drawn is not None:
+            self._drawn.close()
         return self._leave(self, error)
 
-    def pull(self, parts: Sequence[Part], *, weights: Sequence[float] | None = None) -> Iterator[Part]:
+    def pull(
+        self, parts: Sequence[Part], *, weights: Sequence[float] | None = None, seed: int | None = None
+    ) -> Iterator[Part]:
         """The step's micro-batches that this rank has time for: ``for x, y in step.pull(parts)``.
 
         ``parts``: all micro-batches of the step, the same on every rank; only those that this rank computes are
         accessed. Each has one forward and backward pass, and the loss is its own mean. The merged gradient is the mean
         over all of them, by ``weights`` (such as their numbers of samples or tokens; default: ``parts.weights`` if it
         exists, as in `MicroBatches`, or else equal weights), whichever rank computed which. A rank for which nothing is
-        left has an empty loop. Raises ``ValueError`` for invalid parts or weights, and ``RuntimeError`` outside of the
-        block, for a second call in it, and together with ``num_microbatches`` or ``step.weight``.
+        left has an empty loop.
+
+        ``seed``: a number of this step, the same on every rank. Torch's random numbers in a micro-batch then follow
+        from it and from the micro-batch's number alone, and a step that has lost micro-batches with a rank is made
+        again in the same block, by those that are left.
+
+        Raises ``ValueError`` for invalid parts or weights, and ``RuntimeError`` outside of the block, for a second call
+        in it, and together with ``num_microbatches`` or ``step.weight``, or a ``seed`` with ``step(optimizer=...)``.
         """
         weights = getattr(parts, "weights", None) if weights is None else weights
         own = tuple(map(float, weights)) if weights is not None else (1.0,) * len(parts)
         self._check_pull(len(parts), own)
+        if seed is not None and self.optimizer is not None:
+            raise RuntimeError(SEED_BESIDE_OPTIMIZER)
         self._pulls = True
-        return self._looked_up(parts, own)
+        self._drawn = self._draw(own, seed)
+        return self._looked_up(parts, self._drawn)
 
-    def _looked_up(self, parts: Sequence[Part], weights: tuple[float, ...]) -> Iterator[Part]:
+    def _looked_up(self, parts: Sequence[Part], numbers: Iterator[tuple[int, Sequence[int]]]) -> Iterator[Part]:
         prefetch: Callable[[int], None] | None = getattr(parts, "prefetch", None)
         num_ahead: int = getattr(parts, "num_ahead", 1)
-        for number, ahead in self._draw(weights):
+        for number, ahead in numbers:
             if prefetch is not None and num_ahead > 1:  # several threads load it while this rank waits
                 prefetch(number)
             part = parts[number]
@@ -144,6 +166,10 @@ class Step:
     def enter_microbatch(self) -> None:
         """A pass begins: what the model computes belongs to the step again."""
         self.between = False
+
+    def merged(self) -> None:
+        """It is merged, and its block is open still."""
+        self._is_merged = True
 
     def has_passes(self, number: int) -> None:
         """The step has so many, which no loop has announced: they are drawn."""
@@ -221,8 +247,10 @@ class Step:
 
         At most 8 in a step of each rank. The names may differ between ranks: every rank's report has them all. A tensor
         on a device is not waited for: its value is in the report of the next step (`StepReport.counts_behind`), and the
-        first report has none.
+        first report has none. Raises ``RuntimeError`` after the loop over `pull` with a ``seed``.
         """
+        if self._is_merged:
+            raise RuntimeError(LOG_AFTER_MERGE)
         for name, value in scalars.items():
             if isinstance(value, Tensor) and self._coordinator.leaves_on_device(value):
                 self.on_device[name] = _copied(value)

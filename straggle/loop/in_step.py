@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from straggle.backward.step_in_parts import StepInParts
+from straggle.merge.late.sides import Entry
 from straggle.merge.round.buffers import StageBuffers
+from straggle.merge.round.round import Round
 from straggle.merge.round.step_passes import Passes, StopRule
 from straggle.report import Phase
 from straggle.source.kept import KeptGradients
@@ -61,10 +63,14 @@ class EarlySteps:
 class InStep:
     """``rule``: what ends the rank's part; ``kept``: gradients that the loop did not zero. ``idle``: it has no data.
 
+    ``entry``: what the rank entered it with. ``merged``: the step, if it is merged and its block is open still.
+    ``stays``: the rank's pass is not cut if it is late.
+
     ``left``: gradients after which nothing is left to stop. ``passes_with_data``: fewer than were announced if the loop
     runs out of data. ``at_once``: behind the last forward pass, backward has all gradients when it has one.
     """
 
+    entry: Entry
     rule: StopRule
     kept: KeptGradients = _NOTHING_KEPT
     idle: bool = False
@@ -73,6 +79,8 @@ class InStep:
     early: EarlySteps | None = None  # if an optimizer steps in the block
     passes_with_data: int = sys.maxsize
     stopped: bool = False
+    stays: bool = False
+    merged: Round | None = None
     cut_in: Phase | None = None  # where another model's lateness left the code of this step, too
     num_forward: int = 0  # passes that were finished
     in_forward: bool = False
@@ -134,6 +142,10 @@ class InStep:
         """One more gradient is taken."""
         self.num_taken += 1
 
+    def stay(self) -> None:
+        """Its passes are not cut."""
+        self.stays = True
+
     # -- its end
 
     def checked(self) -> None:
@@ -148,10 +160,14 @@ class InStep:
         """Another model's deadline was over in this phase; the first one counts."""
         self.cut_in = self.cut_in or phase
 
+    def merged_inside(self, merged: Round) -> None:
+        """It is merged, and its block is open still."""
+        self.merged = merged
+
     def take_no_more(self) -> None:
         """Its part is merged: a gradient that comes now belongs to no step."""
         self.grouped_run, self.on_backward = NO_RUN, None
 
     def let_go(self) -> None:
         """It is left: free what was there before, the optimizer, and its gradients."""
-        self.kept, self.early = _NOTHING_KEPT, None
+        self.kept, self.early, self.merged = _NOTHING_KEPT, None, None

@@ -31,6 +31,7 @@ from straggle.merge.round.coordinator import Coordinator
 from straggle.merge.round.rank_parts import RankParts
 from straggle.merge.round.round import Round
 from straggle.merge.round.step_passes import AnyPasses, Passes, StopRule
+from straggle.merge.rows.telemetry import NO_FINGERPRINT
 from straggle.merge.state.exchange import Given
 from straggle.merge.state.module_state import ModuleState
 from straggle.merge.wire.channel import PeerFailed
@@ -98,7 +99,8 @@ class OpenStep(PassWatcher):
         self._waiting = coordinator.waiting
         self._on_thread = _on_thread.steps
         self._on_thread.add(self)
-        self._now = InStep(self._by_clock)  # the step that it is in, or was in last
+        self._now = InStep(coordinator.training.entry, self._by_clock)  # the step that it is in, or was in last
+        self._again: Callable[[Round], bool] = lambda _merged: False  # whether a merged step is to be made again
         self.unreached, self._fills = Unreached(), fills
 
     # -- the two ends of the block
@@ -121,6 +123,7 @@ class OpenStep(PassWatcher):
         rule = entry.rule or self._by_clock
         idle = entry.idle and not rule.stops_idle
         self._now = InStep(
+            entry,
             NoData(self._training) if idle else rule,
             kept=self._source.keep(() if last is None else last.views),
             idle=idle,
@@ -187,6 +190,64 @@ class OpenStep(PassWatcher):
         """Call this in the open step, whenever a backward pass is over for the most part."""
         self._now.call_on_backward(call)
 
+    def make_again_if(self, again: Callable[[Round], bool]) -> None:
+        """A merged step for which this is true is no step of the loop's: all ranks make it again in the same block."""
+        self._again = again
+
+    def stay(self) -> None:
+        """If this rank is late, its pass is not cut: its loop may be needed, for the step may have to be made again."""
+        self._now.stay()
+
+    @property
+    def stays(self) -> bool:
+        """Whether it does."""
+        return self._now.stays
+
+    def merge_inside(self) -> bool:
+        """Merge the step, which has no more passes, in its block; whether it is to be made again, and has begun anew.
+
+        This rank is not late in that: what it would lose then could be lost each time.
+        """
+        self.settle()
+        if self.step is None or self.stopped or self.idle or self.failed or not self.rule.by_clock:
+            return False
+        merged = self._merge(self.step, truncated=self._training.is_stopped(self._training.step))
+        if not self._again(merged):
+            self._now.merged_inside(merged)
+            self.step.merged()
+            return False
+        self._pause_stand_in(paused=True)
+        self._begin_again(merged, idle=False)
+        return True
+
+    def _without_part(self, step: Step, merged: Round) -> Round:
+        """The step of this merge is made again, by others: this rank has left its passes."""
+        self._begin_again(merged, idle=True)
+        return self._finish(step, truncated=True, failed=False)
+
+    def _begin_again(self, merged: Round, *, idle: bool) -> None:
+        if merged.buffers.is_queued:
+            merged.come_after(self._rank.channel, self._rank.where(merged.step))
+        if self._state.held:  # each attempt counts in it: ranks have run other parts of the one that is discarded
+            took_part = self._rank.replica.place not in merged.table.absent_ranks()
+            self._state.apply(merged.buffers.state, merged, took_part=took_part)
+        self._watch_step()
+        kept, most = self._now.kept, self._now.most
+        entry = self._now.entry._replace(
+            idle=idle, kept=kept.mark, fingerprint=NO_FINGERPRINT, tensors=None, stepped=0.0
+        )
+        self._now = InStep(entry, self._by_clock, kept=kept, idle=idle, most=most, stays=True)
+        self._learner.step_begins()
+        self._state.begin(checked=False)
+        self.stopwatch.enter("data")
+        if self._device_clock is not None:
+            self._device_clock.entered()
+        self._coordinator.enter(entry)
+
+    def _pause_stand_in(self, *, paused: bool) -> None:
+        with self._rank.merging.lock:
+            self._rank.stand_in.pause() if paused else self._rank.stand_in.resume()
+
     def out_of_data(self) -> None:
         """The loop has no more data, and its batches for the rest of the open step are not computed."""
         if self.step is not None and not (self._now.idle or self._now.stopped):
@@ -241,24 +302,12 @@ class OpenStep(PassWatcher):
                 self._source.step_over(left=True)
                 self._coordinator.fail(error)
                 return None
-            failed = self.failed
-            if not (truncated or failed) and self._vote is None:  # a replica's ranks reduce behind the last gradient
-                # a step ends with its last gradient: what follows is the loop's own, or a wait for peers
-                self.stopwatch.pass_over()
-            # before the submission, which launches what is complete: these may complete a bucket
-            self._take_by_hand(is_cut=truncated or failed)
-            if self._device_clock is not None:
-                # behind the last kernel of its own, in front of those of the merge
-                self._device_clock.left()
-            merged = self._coordinator.finish(
-                truncated=truncated,
-                failed=failed,
-                scalars=step.scalars,
-                given=self._give_state(truncated=truncated),
-                abstain=self._now.rule.abstains,
-                on_merged=None if self._now.early is None else self._step_early,
-            )
+            merged = self._now.merged or self._merge(step, truncated=truncated)
+            while self._again(merged):
+                merged = self._without_part(step, merged)
         finally:
+            if self._rank.stand_in.is_paused:
+                self._pause_stand_in(paused=False)
             left_at, passes = self._now.num_checks if self._now.stopped else None, self._training.passes
             self.last = replace(self.last, passes=passes, num_announced=step.num_microbatches, left_at=left_at)
             self.step = None
@@ -286,6 +335,28 @@ class OpenStep(PassWatcher):
             self.stopwatch.stepped()
         self._now.let_go()
         return merged
+
+    def _merge(self, step: Step, *, truncated: bool) -> Round:
+        failed = self.failed
+        if not (truncated or failed) and self._vote is None:  # a replica's ranks reduce behind the last gradient
+            # a step ends with its last gradient: what follows is the loop's own, or a wait for peers
+            self.stopwatch.pass_over()
+        # before the submission, which launches what is complete: these may complete a bucket
+        self._take_by_hand(is_cut=truncated or failed)
+        return self._finish(step, truncated=truncated, failed=failed)
+
+    def _finish(self, step: Step, *, truncated: bool, failed: bool) -> Round:
+        if self._device_clock is not None:
+            # behind the last kernel of its own, in front of those of the merge
+            self._device_clock.left()
+        return self._coordinator.finish(
+            truncated=truncated,
+            failed=failed,
+            scalars=step.scalars,
+            given=self._give_state(truncated=truncated),
+            abstain=self._now.rule.abstains,
+            on_merged=None if self._now.early is None else self._step_early,
+        )
 
     def release(self, error: DeadlineReached) -> None:
         """A pass was left late, and the step goes on: free what the pass holds."""
@@ -433,6 +504,8 @@ class OpenStep(PassWatcher):
         if (step := self.step) is None or step.between:
             return
         if (self._complete_microbatches or self._now.at_once) and self.in_pass:
+            return
+        if self._now.stays and self._training.asked_step < self._training.step:
             return
         stops = self._now.rule.stops(self._now.num_checks) and (self._now.idle or self.may_stop)
         if self._vote is not None:

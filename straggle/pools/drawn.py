@@ -20,10 +20,14 @@ BY_HAND = (
 
 @dataclass(frozen=True)
 class PoolWeights:
-    """The weights of all micro-batches in a pool, and the number of ranks that draw from it."""
+    """The weights of all micro-batches in a pool, and the number of ranks that draw from it.
+
+    ``attempt``: how often the pool was begun; 0: what is lost of it is not computed again.
+    """
 
     weights: tuple[float, ...]
     world_size: int
+    attempt: int = 0
 
     @cached_property
     def total(self) -> float:
@@ -100,7 +104,10 @@ class Drawn(Passes):
         """Add the pool's size, and the rank's part of it, to the row."""
         num_put_back = 0 if self._draws is None else self._draws.num_put_back
         reported = replace(row.reported, parts=min(num_over, self.number), put_back=num_put_back)
-        return row._replace(reported=reported, pool_parts=len(self._pool.weights), pool_weight=self._pool.total)
+        pool = self._pool
+        return row._replace(
+            reported=reported, pool_parts=len(pool.weights), pool_weight=pool.total, pool_attempts=pool.attempt
+        )
 
     def _first(self, number: int, *, is_open: bool = False) -> Drawn:
         return Drawn(

@@ -216,6 +216,8 @@ class Drawer:
 WINDOW = 8  # steps from which sure shares follow
 _HELD_UP = 1.5  # micro-batches fewer than usual; of equal ranks the first to draw has one more
 _SLACK = 0.25  # of a micro-batch
+_ROUNDING = 1e-4  # relative error of sums of weights
+MOST_ATTEMPTS = 16  # of a step: ranks that die in each are dying of something else
 
 
 @dataclass(frozen=True)
@@ -282,6 +284,16 @@ def static_shares(num_parts: int, present: Sequence[bool]) -> tuple[int, ...]:
     ranks = [rank for rank, here in enumerate(present) if here] or list(range(len(present)))
     each, more = divmod(num_parts, len(ranks))
     return tuple(each + (ranks.index(rank) < more) if rank in ranks else 0 for rank in range(len(present)))
+
+
+def is_made_again(attempt: int, weight: float, given: Sequence[float]) -> bool:
+    """Whether all ranks make a merged step again, because micro-batches of its pool are not in it.
+
+    ``attempt``: of this step, from 1 on; 0: what is lost is lost. ``weight``: of the pool; ``given``: what was merged
+    of it in each stage. Nobody is late in an attempt but the first: in those, something is lost only if members leave.
+    """
+    lost = min(given, default=0.0) < weight * (1 - _ROUNDING)
+    return lost and 0 < attempt < MOST_ATTEMPTS
 
 
 _MIN_STEPS = 3  # needed to know what is usual

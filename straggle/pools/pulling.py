@@ -6,10 +6,11 @@ Without the store nothing can be drawn: if a rank had none in the step before, t
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -23,12 +24,25 @@ from straggle.merge.rows.table import Table
 from straggle.merge.wing import Wing
 from straggle.pools.drawn import Drawn, PoolWeights
 from straggle.pools.draws import Draws, StoreCounters
-from straggle.pools.pool import NEVER, WINDOW, Did, Pool, PoolTimes, even_parts, static_shares, sure_shares
+from straggle.pools.pool import (
+    NEVER,
+    WINDOW,
+    Did,
+    Pool,
+    PoolTimes,
+    even_parts,
+    is_made_again,
+    static_shares,
+    sure_shares,
+)
+from straggle.pools.random_numbers import random_numbers_of
 from straggle.replay.wing import AsRecorded
+from straggle.report import CAUSES
 
 # A micro-batch beyond a rank's even part by so much is not asked for ahead: a slow rank that draws early what it can
 # only begin late is whom all others wait for. The answer that nothing is left, one beyond the even part, is.
 AHEAD = 1.25
+_LEFT = [CAUSES.index(cause) for cause in ("skipped", "error")]  # by the loop's own will
 
 
 @final
@@ -51,6 +65,7 @@ class Pulling(Wing):
     def attach(self, opened: OpenStep) -> None:
         """Connect the training thread's open step."""
         self._opened = opened
+        opened.make_again_if(_is_made_again)
 
     @property
     def num_requests(self) -> int:
@@ -62,14 +77,26 @@ class Pulling(Wing):
         """Micro-batches that were put back until now, because this rank was stuck before it could begin them."""
         return self._counters.num_put_back
 
-    def numbers(self, weights: tuple[float, ...]) -> Iterator[tuple[int, Sequence[int]]]:
+    def numbers(self, weights: tuple[float, ...], seed: int | None) -> Generator[tuple[int, Sequence[int]]]:
         """The numbers of this rank's micro-batches, of a pool with these weights; called inside of its step.
 
-        With each come the numbers that the rank has drawn after it, in order.
+        With each come the numbers that the rank has drawn after it, in order. With a ``seed`` torch's random numbers
+        are those of each micro-batch, and the step is merged here: more come if it is to be made again.
         """
+        if seed is None:
+            yield from self._numbers(PoolWeights(weights, self._replica.count))
+            return
+        self._opened.stay()
+        for attempt in itertools.count(1):
+            for number, ahead in self._numbers(PoolWeights(weights, self._replica.count, attempt)):
+                with random_numbers_of(seed, number):
+                    yield number, ahead
+            if not self._opened.merge_inside():
+                break
+
+    def _numbers(self, of_pool: PoolWeights) -> Iterator[tuple[int, Sequence[int]]]:
         opened = self._opened
         replayed = opened.rule.decision if isinstance(opened.rule, AsRecorded) else None
-        of_pool = PoolWeights(weights, self._replica.count)
         if opened.idle or self._is_stopped():
             opened.use(lambda _: Drawn((), of_pool))
             yield from ((number, ()) for number in range(opened.idle))  # its forward pass ends the block
@@ -82,7 +109,7 @@ class Pulling(Wing):
     def _drawn(self, of_pool: PoolWeights) -> Iterator[tuple[int, Sequence[int]]]:
         """Draw; the next is requested in a backward pass, so the answer is there before the rank begins its last."""
         opened, step, begun, weights = self._opened, self._opened.step, 0, of_pool.weights
-        pool, channel, lock = self._pool(len(weights)), self._channel, self._rank.merging.lock
+        pool, channel, lock = self._pool(len(weights), of_pool.attempt), self._channel, self._rank.merging.lock
         ahead = even_parts(len(weights), tuple(self._done), self._present)[self._replica.place] + AHEAD
         draws = Draws(pool, channel.rank, self._rank.training.step, channel.store, self._counters, lock)
         sharing = frozenset(rank for rank, share in enumerate(pool.shares) if share)
@@ -102,7 +129,7 @@ class Pulling(Wing):
             )
 
         opened.call_on_backward(ask_ahead)
-        while opened.step is step and not opened.stopped:
+        while opened.step is step and not (opened.stopped or (opened.stays and self._is_stopped())):
             draws.left(sharing.difference(channel.awaited))
             if begun + 1 >= len(draws.numbers):
                 draws.wait()
@@ -120,7 +147,9 @@ class Pulling(Wing):
         training = self._rank.training
         return training.is_stopped(training.step)
 
-    def _pool(self, num_parts: int) -> Pool:
+    def _pool(self, num_parts: int, attempt: int) -> Pool:
+        if attempt > 1 and self._replica.count > 1:  # it is not known who has no part in it
+            return Pool(num_parts, (0,) * self._replica.count)
         if self._draws:
             return Pool(num_parts, sure_shares(num_parts, tuple(self._done), self._present))
         return Pool(num_parts, static_shares(num_parts, self._present), drawn=False)
@@ -199,6 +228,17 @@ class Pulling(Wing):
         self._done = deque(done, maxlen=WINDOW)
         self._present, self._draws = tuple(state["present"]), bool(state["draws"])
         self._expect(self._usual())
+
+
+def _is_made_again(current: Round) -> bool:
+    """Whether a merged step lacks micro-batches that are to be computed again; the same on all ranks."""
+    table = current.table
+    if table.is_usual or not (attempt := int(max(table.column("pool_attempts")))):
+        return False
+    computed, weights = table.rows[:, table.of_stages.computed], torch.tensor(table.column("weight"))
+    left = [cause in _LEFT for cause in table.column("cause")]
+    given = (weights[:, None] * computed).sum(0).tolist()
+    return not any(left) and is_made_again(attempt, max(table.column("pool_weight")), given)
 
 
 def share_out(table: Table) -> None:

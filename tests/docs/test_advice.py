@@ -172,6 +172,10 @@ ELSEWHERE |= {
             "leave out num_microbatches=... and step.weight, and give step.pull(parts, weights=...)",
             "step.weight beside step.pull(): give step.pull(parts, weights=...)",
         ),
+        "test_whole_steps.py::test_wrong_uses_of_a_seed_are_refused_with_what_to_write": (
+            "call it inside of that loop",
+            "leave out optimizer=, and call optimizer.step() after the block",
+        ),
         "test_pull.py::test_ranks_with_other_pools_are_told_so": ("give every rank all micro-batches of the step",),
     }.items()
     for words in texts

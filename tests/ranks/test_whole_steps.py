@@ -1,33 +1,178 @@
-"""`LateHandling(granularity="step")`: all of a rank's step goes into the merge, or nothing (see test_steps.py, too)."""
+"""Nothing lost: a run with a slow rank, kills, freezes and cuts has the parameters of one process that had none.
+
+Each step is drawn from a pool with a seed. So each of its micro-batches is in it once, with the same random numbers,
+whoever computed it; and as each step has its own samples, each sample comes once in an epoch.
+"""
+
+from __future__ import annotations
+
+import random
+import time
 
 import pytest
-from ranks import run_forked, staged
-from training import Chain, Stopper
+import torch
+from members import run_forked_job
+from ranks import run_ranks, staged
+from training import features, mlp
+from whole_steps import EACH_EPOCH, LAYER_S, NUM_SAMPLES, Net, alone, assert_equal, samples_of, train
 
-from straggle import LateHandling, StagedBackward
+from straggle import Merge
+from straggle.lab.world.faults import Cut, Freeze, Kill, Stall
+from straggle.lab.world.run import run_world
 
-
-def stopped_at_its_end(rank, stop_after, num_microbatches):
-    """Rank r's gradients are (r + 1) times those of rank 0; the last rank is asked to stop with its last gradient."""
-    module = Chain()
-    stopper = Stopper(module)
-    with staged(module, late_handling=LateHandling(granularity="step")) as model:
-        with model.step(num_microbatches=num_microbatches) as step:
-            stopper.arm(step, stop_after if rank else None)
-            for _ in range(num_microbatches):
-                (model(float(rank + 1)) / num_microbatches).backward()
-        scale = [layer.weight.grad.unique().item() / (i + 1) for i, layer in enumerate(module.layers)]
-        return scale, [of.reach for of in model.last_report.ranks], model.last_report.late_ranks
+pytestmark = pytest.mark.light
 
 
-@pytest.mark.parametrize(("stop_after", "num_microbatches"), [(5, 1), (15, 3)])
-def test_rank_that_finished_its_step_counts_in_full(stop_after, num_microbatches):
-    for scale, reach, late in run_forked(stopped_at_its_end, 2, stop_after, num_microbatches):
-        assert scale == pytest.approx([3 / 2] * 5)
-        assert reach == [1.0] * 2
-        assert late == ()
+def faults_of(seed, ranks, *, kills, freezes, cuts=0, length_s):
+    """So many of each, at drawn times; the last rank, which is slow, is never harmed."""
+    chance = random.Random(seed)
+
+    def any_rank():
+        return chance.randrange(ranks - 1)
+
+    def any_time():
+        return round(chance.uniform(0.0, length_s), 3)
+
+    def turns():
+        return chance.randrange(200)
+
+    return [
+        *(Kill(any_rank(), any_time(), chance.choice([0.3, 1.0, 3.0]), turns=turns()) for _ in range(kills)),
+        *(Freeze(any_rank(), any_time(), chance.choice([0.1, 0.5, 1.5, 4.0]), turns=turns()) for _ in range(freezes)),
+        *(Cut(any_rank(), any_time(), chance.choice([0.2, 3.0]), turns=turns()) for _ in range(cuts)),
+    ]
 
 
-def test_staged_backward_refuses_it():
-    with pytest.raises(ValueError, match="granularity='step': choose one of stage, microbatch"):
-        StagedBackward(Chain(), granularity="step")
+def run_with(faults, *, ranks, steps, seed=0, **options):
+    """Checks each rank that took part in the last step; the steps that each process made, and how often."""
+
+    def loop(rank):
+        layer_s = LAYER_S * (2.0 if rank.number == rank.size - 1 else 1.0)
+        return train(Net(lambda: rank.work(layer_s)), end=lambda made: made >= steps, **options)
+
+    run, expected = run_world(loop, ranks=ranks, seed=seed, faults=faults, longest_s=1200.0), alone(steps)
+    ends = [own for own in run.results if isinstance(own, tuple)]  # others came back when all was over
+    assert isinstance(run.results[-1], tuple)
+    for parameters, made, seen in ends:
+        assert made == steps
+        if not seen[-1].was_out:
+            assert_equal(parameters, expected)
+    last = ends[-1][2]
+    assert [own.step for own in last] == list(range(steps))
+    assert all(own.dropped_share == pytest.approx(0.0) for own in last)
+    return last
+
+
+def test_each_sample_comes_once_in_an_epoch():
+    for epoch in range(3):
+        steps = [samples_of(epoch * EACH_EPOCH + place) for place in range(EACH_EPOCH)]
+        assert sorted(number for step in steps for part in step for number in part) == list(range(NUM_SAMPLES))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_without_faults_no_step_is_made_again(ranks):
+    seen = run_with([], ranks=ranks, steps=6)
+    assert [own.attempts for own in seen] == [1] * 6
+
+
+@pytest.mark.parametrize(("ranks", "steps"), [(2, 30), (4, 30), (8, 12)])
+def test_kills_and_freezes_change_no_parameter(ranks, steps):
+    faults = faults_of(ranks, ranks, kills=3, freezes=2, cuts=1, length_s=0.15 * steps * 4 / ranks)
+    assert any(own.attempts > 1 for own in run_with(faults, ranks=ranks, steps=steps))
+
+
+@pytest.mark.parametrize("fault", [Kill(0, 0.05), Freeze(0, 0.05, 4.0), Cut(0, 0.05, 4.0)], ids=repr)
+def test_what_is_lost_in_the_first_step_is_computed_in_it_too(fault):
+    seen = run_with([fault], ranks=3, steps=4)
+    assert seen[0].attempts > 1
+
+
+def test_a_rank_that_is_late_in_a_micro_batch_has_it_computed_by_others_and_what_it_gives_is_not_merged():
+    stalls = [Stall(0, 0.63, 1.5), Stall(1, 2.93, 0.5)]
+    seen = run_with(stalls, ranks=3, steps=30, deadline=0.2, members=False)
+    assert sum(own.attempts > 1 for own in seen) >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_drawn_faults_change_no_parameter(seed):
+    ranks = random.Random(seed).choice([2, 3, 4, 8])
+    faults = faults_of(seed, ranks, kills=2, freezes=1, cuts=1, length_s=0.15 * 24 * 4 / ranks)
+    run_with(faults, ranks=ranks, steps=24, seed=seed, deadline=random.Random(seed).choice([None, None, 0.3]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ten_kills_and_five_freezes_in_300_steps_change_no_parameter(ranks):
+    faults = faults_of(ranks, ranks, kills=10, freezes=5, length_s=0.08 * 300 * 4 / ranks)
+    assert sum(own.attempts > 1 for own in run_with(faults, ranks=ranks, steps=300)) >= 5
+
+
+def forked(rank, board):
+    """A process of it; the last rank is twice as slow."""
+    layer_s = 0.002 * (2.0 if rank == 2 else 1.0)
+    made = lambda steps: board.note(rank, steps)  # noqa: E731
+    return train(Net(lambda: time.sleep(layer_s)), end=lambda steps: steps >= board.end, made=made)
+
+
+@pytest.mark.slow
+def test_processes_that_are_killed_and_stopped_change_no_parameter():
+    with run_forked_job(3, forked) as job:
+        job.walk(3)
+        job.kill(0)
+        job.walk(5, (1, 2))
+        job.start(0)
+        job.wait(lambda: job.board.made(0) > 0, "it is back")
+        job.stop(1)
+        job.walk(8, (0, 2))
+        job.resume(1)
+        job.meet()
+        ends = job.finish()
+    expected = alone(ends[2][1])
+    for parameters, _, seen in ends:
+        assert not seen[-1].was_out
+        assert_equal(parameters, expected)
+    assert any(own.attempts > 1 for own in ends[2][2])
+
+
+def with_a_seed(model, optimizer, after):
+    with model.step(optimizer=optimizer) as step:
+        for x in step.pull([features(part, 0) for part in range(2)], seed=0):
+            model(x).sum().backward()
+        after(step)
+
+
+def wrong_uses(rank):
+    module, told = mlp(), []
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with staged(module, merge=Merge(nonfinite="keep")) as model:
+        for use in ((None, lambda step: step.log(loss=1.0)), (optimizer, lambda _: None)):
+            with pytest.raises(RuntimeError) as error:
+                with_a_seed(model, *use)
+            told.append(str(error.value))
+    return told
+
+
+def test_wrong_uses_of_a_seed_are_refused_with_what_to_write():
+    (told,) = run_ranks(wrong_uses, 1)
+    assert "call it inside of that loop" in told[0]
+    assert "leave out optimizer=, and call optimizer.step() after the block" in told[1]
+
+
+def own_numbers(rank):
+    """What the loop draws by itself after each step."""
+    module, seen = mlp(), []
+    torch.manual_seed(rank)
+    with staged(module) as model:
+        for number in range(3):
+            with model.step() as step:
+                for x in step.pull([features(part, 0) for part in range(4)], seed=number):
+                    model(x + torch.rand(1)).sum().backward()
+            seen.append(torch.rand(1).item())
+    return seen
+
+
+def test_random_numbers_of_the_loop_are_its_own():
+    for rank, seen in enumerate(run_ranks(own_numbers, 2)):
+        torch.manual_seed(rank)
+        assert seen == [torch.rand(1).item() for _ in range(3)]

@@ -127,6 +127,11 @@ class StandIn:
         """Do not watch the training thread until `resume`."""
         self._paused = True
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether it does not watch the training thread until `resume`; from any thread."""
+        return self._paused
+
     def resume(self) -> None:
         """Go on watching."""
         self._paused = False

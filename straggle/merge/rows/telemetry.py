@@ -120,6 +120,7 @@ class Row(NamedTuple):
     leaves: int = 0  # it is to leave after this step, if so many others are left; 0: it stays
     pool_parts: int = 0  # as `StepReport` has it, which takes the largest of all ranks,
     pool_weight: float = 0.0  # and this
+    pool_attempts: int = 0  # and this; 0: what is lost of the pool is not computed again
     counts_behind: int = 0  # as `StepReport` has it
     skipped_before: bool = False  # so many steps before, no rank had a gradient that could be applied
     gathers: bool = False  # its loop begins collectives of its own in its steps

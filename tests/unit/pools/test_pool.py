@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import NamedTuple
 
 import pytest
 
 from straggle.pools.pool import (
     MAX_RANKS,
+    MOST_ATTEMPTS,
     SETTLED,
     Claim,
     Count,
@@ -21,6 +23,7 @@ from straggle.pools.pool import (
     Request,
     Seize,
     even_parts,
+    is_made_again,
     static_shares,
     sure_shares,
 )
@@ -303,3 +306,59 @@ def test_where_all_is_claimed_three_requests_at_most_are_enough():
 def test_what_takes_much_longer_than_usual_is_not_waited_for(step_s, part_s, expected):
     times = PoolTimes.usual(step_s, part_s)
     assert (times.step_s, times.put_back_after_s) == pytest.approx(expected)
+
+
+# -- a step that has lost something is made again
+
+
+@pytest.mark.parametrize(
+    ("attempt", "given", "expected"),
+    [
+        (1, [8.0, 8.0], False),
+        (1, [8.0, 7.0], True),  # of one stage a micro-batch is missing
+        (1, [8.0 - 1e-6, 8.0], False),  # sums of weights are rounded
+        (0, [8.0, 7.0], False),  # without a seed what is lost is lost
+        (MOST_ATTEMPTS - 1, [0.0], True),
+        (MOST_ATTEMPTS, [0.0], False),
+    ],
+)
+def test_a_step_is_made_again_if_something_of_its_pool_is_missing(attempt, given, expected):
+    assert is_made_again(attempt, 8.0, given) is expected
+
+
+def draws_of(pool: Pool, chance: random.Random, dying: set[int]) -> list[list[int]]:
+    """What each rank has in the end, in an order that is drawn; these ranks stop anywhere, with all that they have."""
+    ranks = range(len(pool.shares))
+    store = Store(owners=(None,) * len(ranks), taken=(0,) * len(ranks))
+    drawers = [Drawer.begin(pool, rank) for rank in ranks]
+    parts: list[list[int]] = [[] for _ in ranks]
+    left = {rank: chance.randrange(6) if rank in dying else 1000 for rank in ranks}
+    while going := [rank for rank in ranks if left[rank] and drawers[rank].request(pool) is not None]:
+        rank = chance.choice(going)
+        request = drawers[rank].request(pool)
+        assert request is not None
+        left[rank] -= 1
+        store, answer = store.asked(request)
+        drawers[rank], more = drawers[rank].answered(pool, answer)
+        parts[rank] += more
+    return parts
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_whoever_stops_where_the_last_attempt_has_each_micro_batch_once(num_ranks):
+    """A rank that stops gives nothing in its attempt, or stages of what it had; it may be there in the next one."""
+    chance, num_again = random.Random(num_ranks), 0
+    for _ in range(300):
+        num_parts, attempt, merged = chance.randrange(1, 20), 1, list[int]()
+        shares = tuple(chance.randrange(1 + num_parts // num_ranks) for _ in range(num_ranks))
+        while True:
+            dying = set(chance.sample(range(num_ranks), chance.choice([0, 0, 1, num_ranks - 1])))
+            parts = draws_of(Pool(num_parts, shares), chance, dying)
+            merged = [number for rank in range(num_ranks) if rank not in dying for number in parts[rank]]
+            early = [number for rank in dying for number in parts[rank] if chance.random() < 0.5]
+            if not is_made_again(attempt, num_parts, [len(merged + early), len(merged)]):
+                break
+            attempt, shares, num_again = attempt + 1, (0,) * num_ranks, num_again + 1
+        assert sorted(merged) == list(range(num_parts)) or attempt == MOST_ATTEMPTS
+        assert attempt < MOST_ATTEMPTS
+    assert num_again > 50
