@@ -30,6 +30,7 @@ class Stopwatch:
 
     def enter(self, phase: Phase) -> None:
         """End the running phase and start another."""
+        # one moment for both phases: what lies between them would be nobody's
         now = self.now()
         if phase in ("forward", "backward"):
             self._loads.pass_begins()

@@ -173,6 +173,7 @@ class StepMarks:
 
     def look(self, now: float) -> None:
         """See how far the device is: it reached its last mark before now, and began so much earlier."""
+        # read once: the other thread may look at the same time, and only ever raises `done`
         done, marks, previous = self.done, self.marks, self.previous
         if done < 0 and not self._device.ready(self.entry):
             if previous is not None:
@@ -268,6 +269,7 @@ class DeviceClock:
 
     def begin_now(self) -> None:
         """The time between two steps begins now."""
+        # what the device did in a pause is no part of the next step
         self._placed = self._device.mark()
 
     # -- either thread

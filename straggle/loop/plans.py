@@ -59,16 +59,19 @@ class Replanning:
         table = parts.coordinator.announce(Entry(idle=True, kept=UNDECIDED, replans=True))
         if table is None:
             words = f"rank {self._rank}, step {step}: its parameters are others now ({changes}), and its peers' are not"
+            # before it raises: its peers are in a step that this rank will never give anything to
             parts.channel.post_failure(words)
             raise RuntimeError(f"{words}: change parameters on all ranks before the same step")
         self._check_alike(step, table.replanning(), "have other parameters than before", changes)
         plan = self._renew(changes, step)
+        # after all ranks have compared: a step's time must not run while they wait for one another
         parts.coordinator.resume()
         return plan
 
     def merged(self, current: Round) -> None:
         """A step is merged. Raises ``RuntimeError``, on all ranks, if some have other parameters than the rest."""
         step, table = current.step, current.table
+        # by the rows, which are the same everywhere: all ranks raise, or none does
         if ranks := table.replanning():
             self._refuse(step, ranks, "have other parameters than before")
         ranks = table.frozen_unlike()
@@ -116,11 +119,13 @@ class Replanning:
         """Take the parameters that there are now; new ones begin with rank 0's values."""
         parts, new = self._parts, self._parts.source.renew()
         for number, parameter in enumerate(new):
+            # all ranks in the same order, which `renew` gives: collectives have no names
             parts.channel.broadcast(own_part(parameter), name=f"new parameter {number}")
         self._take_buffers()
         plan = self._plan()
         parts.opened.replanned(plan if parts.coordinator.is_planned else None)
         parts.coordinator.replan(plan, parts.state.numel)
+        # after the coordinator: a hook that comes now finds the plan that its parameter is in
         parts.hooks.renew()
         self._steps.watch()
         self._resume_state.parameters_changed()
@@ -179,6 +184,7 @@ class Planning:
         if (times := self._parts.learner.step_complete()) is None:
             return
         channel, number = self._parts.channel, len(self._parts.source.slots)
+        # before anything is exchanged: a wing may refuse, on all ranks alike
         given = [planned for phase in self._parts.wings.plan if (planned := phase()) is not None]
         check_same_state(self._parts.coordinator.history, channel, current)
         own = given[0] if given else (times.order(number), times.seconds(number))
@@ -198,8 +204,10 @@ class Planning:
             self._module, self._options.stages, order, seconds, named=[*named_tensors(self._parts.source.slots)]
         )
         self.check_at(plan)
+        # before `start`: from then on ranks can be late, by these stages
         self._parts.coordinator.learn(plan)
         self._parts.opened.groups.follow(plan)
+        # last: the stand-in begins to watch, and stages stay as they are
         self._parts.coordinator.start()
 
     def check_at(self, plan: StagePlan) -> None:

@@ -43,6 +43,7 @@ class Joins:
 
         ``out_of_data()`` is called if that is taken in an open step. Raises ``ValueError`` if there is not one batch.
         """
+        # counted before the first batch: ranks match their loops by this number
         number, self.begun = self.begun, self.begun + 1
         training.no_data_for(self.begun)
         if self.over > number:
@@ -58,6 +59,7 @@ class Joins:
                 own = following is not _END
                 if own:
                     batch, following = following, next(source, _END)
+                # said with the last batch, not after it: peers must know in that step that this rank has no more
                 if following is _END:
                     training.no_data_for(number + 1)
                 self._take(training.step, own=own)

@@ -205,6 +205,7 @@ class UnitHooks(ParameterHooks):
                 handles.append(
                     unit.register_forward_pre_hook(ModuleHook(partial(self._before_unit, number)), prepend=True)
                 )
+            # after the unit's own forward pass: only an output that it has given tells when its backward pass begins
             handles.append(unit.register_forward_hook(ModuleHook(partial(self._after_unit, number)), prepend=True))
         handles.append(model.register_forward_pre_hook(ModuleHook(self._before_model), prepend=True))
         return [*handles, MethodHooks(self._fsdp, self._before_unit, self._after_unit)]
@@ -230,7 +231,9 @@ class UnitHooks(ParameterHooks):
     def _reduced(self, index: int, parameter: Tensor) -> None:
         """FSDP has reduced a gradient, and goes on with the next of the unit: nothing may leave the pass here."""
         if parameter.grad is not None:
+            # at once: FSDP leaves it in another layout, and the optimizer would see that one
             parameter.grad = lay_out(parameter.grad, parameter)
+        # a unit that is called again adds to it: what is there now is a part
         if self._is_held_back(index):
             self._held[index] = parameter.grad
         else:
@@ -253,6 +256,7 @@ class UnitHooks(ParameterHooks):
         for index, gradient in self._held.items():
             if (shard := self._shards[index]).parameter.grad is gradient:  # and not one that was kept from before
                 shard.grad = None
+        # asked before it is forgotten: who calls has to refuse a step whose kept gradients are lost
         accumulated, self._accumulated = self._accumulated, False
         self._forget_pass()
         return accumulated
@@ -300,13 +304,16 @@ class UnitHooks(ParameterHooks):
     def _backward_begins(self, number: int, call: _Call, _gradient: Tensor) -> None:
         if call.run == (run := current_run()):  # another of its outputs: FSDP has begun it
             return
+        # noted before anything may leave: the unit's other outputs come to this hook, too
         call.run = run
         self._to_come[number] = max(0, self._to_come[number] - 1)
         if self._run is None:
             self._follow_reduction()
             self._run = run
+            # after FSDP's own callback, which reduces what is left: until then the pass is not over
             after_callbacks(self._run_over)
             self._observer.backward_begins()
+        # last: it may leave the pass, and what was noted above has to hold then
         self._observer.check(2 * number + 2)
 
     @not_compiled

@@ -226,6 +226,7 @@ class UnitVote:
         if self._asked is not None:  # its words are used again
             self._any_late(*self._asked)
             self._asked = None
+        # after the vote that is left from the step before: its errors name that step
         self._num_steps, self._step = self._num_steps + 1, step
         self._inside.begin(goes_on=stood_in)
 
@@ -238,11 +239,14 @@ class UnitVote:
         if self._asked is not None and self._any_late(*self._asked):
             self._asked = None
             return True
+        # two in turn: the launcher's thread may still look at the answer to the last question
         self._words, self._spare = self._spare, self._words
+        # written before it is launched: the collective reads it on another thread
         self._words.write(own, at)
         self._number += 1
         self._asked = launched, _ = self._launch(self._words.tensor), at
         self._launcher.submit(self._look, launched, self._words, at)
+        # in the first steps it waits, so that ranks in another order are named before FSDP hangs over them
         if self._num_steps <= _NUM_ORDERED:  # FSDP would wait for a rank that is elsewhere
             self._any_late(*self._asked)
         return False
@@ -262,6 +266,7 @@ class UnitVote:
         scalars: Mapping[float, float],
     ) -> Agreed:
         """The merges of different shards may not have the same replicas in them, if one was stood in for."""
+        # one number in place of a list: if its mean and mean square agree, all ranks have the same
         mark = hash((*present, *weights)) % _MARKS  # of numbers: the same in every process
         pairs = [number for pair in scalars.items() for number in pair]
         numbers = [*waited_s, *pairs, *[0.0] * (2 * MAX_SCALARS - len(pairs))]
@@ -275,6 +280,7 @@ class UnitVote:
             self.question.answered(agreed=agreed, num_yes=(round(first), round(second)))
         by_rank = [rest[first : first + len(numbers)] for first in range(0, len(rest), len(numbers))]
         waits, means = [row[: len(waited_s)] for row in by_rank], means_of(row[len(waited_s) :] for row in by_rank)
+        # a second message only if they differ, which all ranks see alike: they all send it, or none does
         if not (alike := self._channel.world_size * squares == marks * marks):
             present = [number > 0 for number in self._sum(torch.tensor(present, dtype=torch.int32), _MERGED)]
         return Agreed(present, self._slowest(waits), alike, means)
@@ -292,6 +298,7 @@ class UnitVote:
 
     def close(self) -> None:
         """Ask no more."""
+        # before the channel: a vote on its way needs its groups
         self._launcher.shutdown()
         self._channel.close()
 
@@ -314,6 +321,7 @@ class UnitVote:
 
     def _look(self, launched: Future[dist.Work], words: _Words, at: int) -> None:
         """Report ranks that are elsewhere before the thread that trains can: FSDP may crash or hang over them first."""
+        # on the launcher's thread, after each launch: the training thread may be inside of FSDP, and come to no hook
         if launched.exception() is None and succeeds(launched.result(), _LOOK_S) and (why := self._apart(words, at)):
             _log.error(why)
             self._tell(why)

@@ -112,6 +112,7 @@ class QueuedBuffers(StageBuffers):
 
     def _note(self, flat: Flat, weights: array[float], presence: array[float]) -> None:
         start, count = self._starts[flat.parameters[0]], len(weights)
+        # on the host: they go with the rows, over gloo, and no kernel waits for them
         self._known[start : start + count] = weights
         start += len(self._slots)
         self._known[start : start + count] = presence
@@ -120,6 +121,7 @@ class QueuedBuffers(StageBuffers):
         """Divide by the number of ranks, and make zeros of all gradients of a bucket if one is not finite."""
         if not len(flat.gradients):
             return
+        # all of this is queued behind the bucket's gradients: whether one is not finite nobody on the host knows
         found, scale = self._found[flat.parameters[0]], self._scale_on[flat.gradients.device]
         data = torch.view_as_real(flat.gradients) if flat.gradients.is_complex() else flat.gradients
         if data.dtype in _LOOKED_AT_IN_ONE_PASS:
@@ -127,6 +129,7 @@ class QueuedBuffers(StageBuffers):
         else:
             data.mul_(scale)
             found.copy_(~(torch.linalg.vector_norm(data, torch.inf) < torch.inf))  # NaN is not less either
+        # also where nothing was found: to ask first would be to wait for the device
         flat.gradients.masked_fill_(found.bool(), 0.0)
 
     def _count_nonfinite(self) -> None:
@@ -136,6 +139,7 @@ class QueuedBuffers(StageBuffers):
         count = len(self._slots)
         weights, unusable = self._numbers[:count], self._numbers[count:]
         found = self._all_found()
+        # the device's own weights, 0 where a bucket was left out: the host's say what it gave, not what was in it
         weights.copy_((1 - found)[self._flat_of])
         known = self._known[:count]
         if known.count(known[0]) < count:
@@ -156,6 +160,7 @@ class QueuedBuffers(StageBuffers):
         return found
 
     def send_rows(self, group: Group) -> dist.Work:
+        # after all buckets: a weight may be written until the last one is launched
         self._plain_known.write(self._known)
         return group.all_reduce(self._control)
 
@@ -191,6 +196,7 @@ class QueuedBuffers(StageBuffers):
 
     def _scale_on_device(self, flats: Sequence[Flat], weights: Sequence[float]) -> None:
         """By 1.0 exactly if all ranks gave all, and by 0 if none did: the weights are then those of the hosts, or 0."""
+        # read by a fused optimizer on the device, so that a step without anything usable changes nothing
         self.usable = self._numbers[-1] < self._world
         places: Sequence[int]
         if len(flats) == len(self._firsts) and weights.count(weights[0]) == len(weights):  # as in nearly every step

@@ -107,6 +107,7 @@ class ModuleState:
         """Look again, between two steps: modules were replaced, on all ranks alike, and `numel` may change."""
         self.close()
         self._handles.clear()
+        # before looking again: `_look` hooks only the owners that it does not know
         self._owners.clear()  # keyed by ids of modules, which new modules may have by now
         self._ever_ran.clear()
         held = self._found()
@@ -143,6 +144,7 @@ class ModuleState:
             return
         self._ran.clear()
         self._looks = checked or self._step <= _FIRST_STEPS
+        # before the buffers are begun again, which forgets what the device has told
         self._say_left_out()
         if self._averages is not None and self._averages.begin():
             self._look(list(self.held.values()))
@@ -169,6 +171,7 @@ class ModuleState:
             self._notice_others()
         if not self.held:
             return _UNCHANGED if finished else NOTHING_GIVEN
+        # first: buffers that have no mean in this step are among what has changed
         self._odd = odd = frozenset[int]() if self._averages is None else self._averages.end(looks=self._looks)
         reshaped = [one.name for number in odd if (one := self._averaged[number]).object is not None]
         self._changed = [*self._others.changed(), *reshaped]
@@ -185,6 +188,7 @@ class ModuleState:
             for owner in self._owners.keys() - self._ran
             if owner in self._ever_ran or not forward_ran  # else it ran without hooks, as in a compiled module
         }
+        # after `idle` is known: a module that runs now for the first time did not run before
         self._ever_ran |= self._ran
         bad = self._others.with_bad(self._tensors(self._changed))
         message = None
@@ -197,6 +201,7 @@ class ModuleState:
             bad |= {self._averaged[number].name for number in bad_averages}
         self._say_bad(bad)
         digests = self._digests([*self._changed, *sorted(self._unsettled)])
+        # one number for all changes: ranks exchange state only if these marks differ
         mark = number_of(repr(sorted(digests.items()))) if digests else UNCHANGED
         return Given(message, mark, digests, self.held, partial(self._is_given, idle, bad, digests.keys()))
 
@@ -242,10 +247,12 @@ class ModuleState:
             return
         own = Given() if stood_in else self._given
         if sent is not None and not stood_in:
+            # before the new tensors are set: those of peers settle the rest
             self._unsettled -= own.changed.keys()  # if they were equal on all ranks, nothing was sent
         for name, tensor in (sent or {}).items():
             self._set(name, tensor)
         kept = [name for name in self._changed if name not in (sent or {})]
+        # after what was sent: only the changes that nobody sent are left, and are set back
         self._settle(kept, own, sent, say=took_part and not self._is_given_by(merged.finished_ranks))
         self._changed = []
 
@@ -322,6 +329,7 @@ class ModuleState:
                 if key in buffers and ((own := buffers[key]) is None or own.shape != tensor.shape):
                     buffers[key] = torch.empty_like(tensor, device=None if own is None else own.device)
         self._module.load_state_dict(state)
+        # all of it is a peer's now, so no change of this rank's own is left to settle
         self._unsettled.clear()
         self._changed = []
 
