@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import sharded_schedules
 import torch
 from always import chained, members_of, notes_of, problems_in
 from scales import at_random
@@ -347,7 +348,9 @@ KINDS: dict[str, Callable[[Schedule], object]] = {
     "members": lambda schedule: schedule.members and schedule.faults,
     "pool": lambda schedule: schedule.num_parts,
     "join": lambda schedule: schedule.joins,
+    "sharded": lambda _: True,
 }
+_SHARDED_EVERY = 10  # of the seeds, if no kind is given
 
 
 @dataclass(frozen=True)
@@ -358,6 +361,7 @@ class _Given:
     limit_s: float
     most: float
     shortens: bool
+    kind: str
 
 
 def _given(words: list[str]) -> _Given:
@@ -374,7 +378,7 @@ def _given(words: list[str]) -> _Given:
     drawn = (seed for seed in itertools.count(first) if seed not in these and kind(draw(seed)))
     seeds = itertools.islice(itertools.chain(these, drawn), given.get("seeds", 10**9))
     limit_s = 60 * given.get("minutes", math.inf if "seeds" in given else 1)
-    return _Given(seeds, limit_s, given["most"], "shorten" in given)
+    return _Given(seeds, limit_s, given["most"], "shorten" in given, given.get("kind", ""))
 
 
 def _one_of(words: Iterable[str]) -> Callable[[str], str]:
@@ -397,6 +401,13 @@ _WORDS: dict[str, Callable[[str], Any]] = {
 }
 
 
+def _drawn(seed: int, kind: str) -> tuple[Any, Callable[[Any], list[str]]]:
+    """The schedule of this seed, and what says what does not hold of it; some are of sharded replicas."""
+    if kind == "sharded" or (not kind and seed % _SHARDED_EVERY == 0):
+        return sharded_schedules.draw(seed), sharded_schedules.problems_of
+    return draw(seed), problems_of
+
+
 def main(words: list[str]) -> int:
     """The command."""
     try:
@@ -412,16 +423,16 @@ def main(words: list[str]) -> int:
         if time.monotonic() - began >= given.limit_s or failed >= given.most:
             break
         seeds.append(seed)
-        schedule = draw(seed)
+        schedule, find = _drawn(seed, given.kind)
         faults.update(type(fault).__name__ for fault in schedule.faults)
-        found = problems_of(schedule)
+        found = find(schedule)
         at_random.cache_clear()
         if len(seeds) % 20 == 0:
             gc.collect()
         if found:
             failed += 1
             _say(f"seed {seed}: {found[0][:1500]}\n  {schedule!r}")
-            if given.shortens:
+            if given.shortens and isinstance(schedule, Schedule):
                 _say(f"  shorter: {shortened(schedule)!r}")
     took, first = time.monotonic() - began, next(iter(seeds), None)
     _say(f"{len(seeds)} schedules from seed {first} in {took:.0f} s, {failed} failed; faults: {dict(faults)}")
