@@ -314,7 +314,7 @@ MEMBERS = [
     ),
     Fault(
         "view-overwritten",
-        "members/stored_view.py",
+        "members/view_chain.py",
         "return self._swap(store, old.encode(), new.encode())",
         "store.set(_KEY, new.encode())\n        return True",
     ),

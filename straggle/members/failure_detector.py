@@ -14,9 +14,8 @@ from straggle.members.heartbeat import BEAT_S, Heartbeat, signs_of, step_in
 from straggle.members.in_replica import ALONE, InReplica
 from straggle.members.join_requests import JoinRequests
 from straggle.members.refill import Refill
-from straggle.members.stored_view import StoreEmptied
 from straggle.members.view import DONE, Elastic, Leaving, Silence, View, leader
-from straggle.members.view_chain import ViewChain
+from straggle.members.view_chain import StoreEmptied, ViewChain
 from straggle.merge.wire.launcher_words import down
 from straggle.merge.wire.store import StoreUnreachable
 

@@ -24,9 +24,8 @@ from straggle.members.heartbeat import Heartbeat, signs_of, step_in
 from straggle.members.in_replica import ALONE, InReplica
 from straggle.members.join_requests import JoinRequests
 from straggle.members.refill import Refill
-from straggle.members.stored_view import StoredView, StoreEmptied
 from straggle.members.view import DONE, NOTICE, Elastic, Leaving, View
-from straggle.members.view_chain import ViewChain
+from straggle.members.view_chain import StoredView, StoreEmptied, ViewChain
 from straggle.merge.wire.arrivals import LongArrival
 from straggle.merge.wire.channel import PeerFailed
 from straggle.merge.wire.launcher_words import down

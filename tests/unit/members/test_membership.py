@@ -15,9 +15,8 @@ import torch.distributed as dist
 from straggle.members.agents import Exited
 from straggle.members.heartbeat import UNANSWERED_S, Heartbeat
 from straggle.members.membership import JobDone, Membership, TooFewRanks
-from straggle.members.stored_view import StoredView
 from straggle.members.view import DONE, Elastic
-from straggle.members.view_chain import Hold, ViewChain
+from straggle.members.view_chain import Hold, StoredView, ViewChain
 
 LIMIT_S = 20.0
 
