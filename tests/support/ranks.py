@@ -94,11 +94,30 @@ def run_ranks(
     def loop(rank: Rank) -> Any:
         return outcome_of(payload, rank.number)
 
-    with warnings.catch_warnings():
+    with _constants_set_back(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as in a process of its own: what torch warns of is no error there
         run = run_world(loop, ranks=world_size, seed=seed, faults=faults, longest_s=timeout_s, end_s=timeout_s)
-    results = [pickle.loads(own) if isinstance(own, bytes) else KILLED for own in run.results]
+    results = [_ended(own) for own in run.results]
     return results if outcomes else _checked(results)
+
+
+@contextlib.contextmanager
+def _constants_set_back() -> Iterator[None]:
+    """What ranks set in modules of straggle's, as ``stages.BUCKET_BYTES``, is theirs, and gone with their processes."""
+    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "straggle"]
+    before = [{name: value for name, value in vars(module).items() if name.isupper()} for module in modules]
+    try:
+        yield
+    finally:
+        for module, constants in zip(modules, before, strict=True):
+            vars(module).update(constants)
+
+
+def _ended(result: Any) -> Any:
+    """What a rank has returned, or how it ended."""
+    if isinstance(result, BaseException):
+        return Raised(type(result).__name__, str(result))
+    return KILLED if result is None else pickle.loads(result)
 
 
 def outcome_of(payload: bytes, *first: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""What is once in a process, for processes that are threads of one: random numbers, the clock, and who hears a log."""
+"""What is once in a process, for processes that are threads of one: random numbers, clocks, hooks, who hears a log."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.optim import optimizer
 
 from straggle import world
 from straggle.lab.world.scheduler import Scheduler, Thread
@@ -31,6 +32,33 @@ class RandomNumbers:
         """A thread of another process runs from now on."""
         self._of[before] = torch.get_rng_state()
         torch.set_rng_state(self._of.get(after, self._first))
+
+
+class HeldByProcess:
+    """In the place of ``real``, a mapping of which each process of the world has its own, that ``make`` makes."""
+
+    def __init__(self, real: Any, make: Callable[[], Any]) -> None:
+        self._real, self._own = real, world.OfProcess(make)
+
+    def _here(self) -> Any:
+        return self._own.here if isinstance(threading.current_thread(), Thread) else self._real
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._here()
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._here()[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._here()[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._here()[key]
+
+    def values(self) -> Iterable[Any]:
+        """Those of the process whose thread asks."""
+        found: Iterable[Any] = self._here().values()
+        return found
 
 
 def _in_world(own: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,6 +91,8 @@ _real_add_handler = logging.Logger.addHandler
 def entered(scheduler: Scheduler, handlers: dict[tuple[int, int], Callable[..., Any]]) -> Iterator[None]:
     """In this block a loop's own ``time.sleep`` and clocks are those of the world, and each rank hears its own log.
 
+    So it has hooks of its own on all optimizers.
+
     ``handlers``: of signals, by process and signal; they are written here.
     """
 
@@ -74,9 +104,14 @@ def entered(scheduler: Scheduler, handlers: dict[tuple[int, int], Callable[..., 
         handlers[scheduler.check().process, number] = handler
         return before
 
+    hooks = {
+        name: HeldByProcess(getattr(optimizer, name), dict)
+        for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+    }
     clocks: dict[str, Any] = {name: _in_world(partial(_clock, scheduler), getattr(time, name)) for name in _CLOCKS}
     with (
         patch.multiple(time, sleep=_in_world(scheduler.sleep, time.sleep), **clocks),
+        patch.multiple(optimizer, **hooks),
         patch.object(logging.Logger, "addHandler", _add_handler),
         patch.multiple(
             signal,

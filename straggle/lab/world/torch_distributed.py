@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -21,6 +21,7 @@ from torch.distributed import _composable_state, device_mesh, distributed_c10d
 
 from straggle import world
 from straggle.lab.world.groups import Network, gloo_of
+from straggle.lab.world.process import HeldByProcess
 from straggle.lab.world.scheduler import Thread
 from straggle.lab.world.store import PrefixStore, Store
 
@@ -60,31 +61,6 @@ class _GroupsOfProcess:
         setattr(self._here(), name, value)
 
 
-class _StatesOfProcess:
-    """Of modules, what `fully_shard` knows of them: of those of the process whose thread asks."""
-
-    def __init__(self, real: Any) -> None:
-        self._real = real
-        self._own = world.OfProcess[Any](WeakKeyDictionary)
-
-    def _here(self) -> Any:
-        return self._own.here if isinstance(threading.current_thread(), Thread) else self._real
-
-    def __contains__(self, module: object) -> bool:
-        return module in self._here()
-
-    def __getitem__(self, module: Any) -> Any:
-        return self._here()[module]
-
-    def __setitem__(self, module: Any, state: Any) -> None:
-        self._here()[module] = state
-
-    def values(self) -> Iterable[Any]:
-        """References to them."""
-        found: Iterable[Any] = self._here().values()
-        return found
-
-
 def _backend_for_meshes(group: Any = None) -> str:
     """So that meshes of two ranks are two, as caches of DTensor are told them apart by their threads."""
     name = str(dist.get_backend(group))
@@ -97,13 +73,12 @@ def entered(network: Network) -> Iterator[None]:
     gloo = gloo_of(network)
     isolate: Any = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
     own = {"ProcessGroupGloo": gloo, "PrefixStore": PrefixStore}
+    states = _composable_state._module_state_mapping
     with (
         patch.multiple(distributed_c10d, _world=_GroupsOfProcess(distributed_c10d._world), **own),
         patch.multiple(dist, **own),
         patch.object(device_mesh, "get_backend", _backend_for_meshes),
-        patch.object(
-            _composable_state, "_module_state_mapping", _StatesOfProcess(_composable_state._module_state_mapping)
-        ),
+        patch.object(_composable_state, "_module_state_mapping", HeldByProcess(states, WeakKeyDictionary)),
         patch.object(sys, "excepthook", sys.excepthook),  # to which init_process_group adds the rank
     ):
         isolate(True)
