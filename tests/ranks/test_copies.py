@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from ranks import digest, run_forked, staged
+from ranks import digest, run_ranks, staged
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -56,7 +56,7 @@ def copy_module(rank, how, inside):
 @pytest.mark.parametrize("inside", [False, True], ids=["between steps", "inside of a step"])
 @pytest.mark.parametrize("how", [*COPIES, *AVERAGES])
 def test_copy_of_the_module_is_trained_by_itself_and_the_original_merges_as_before(how, inside):
-    results = run_forked(copy_module, 2, how, inside)
+    results = run_ranks(copy_module, 2, how, inside)
     plain = [plain_gradients(rank) for rank in range(2)]
     mean = [(first + second) / 2 for first, second in zip(*plain, strict=True)]
     for rank, (alone, merged, reach, after) in enumerate(results):
@@ -72,7 +72,7 @@ def pickle_module(rank):
 
 
 def test_pickle_of_the_module_needs_nothing_of_straggle():
-    (pickled,) = run_forked(pickle_module, 1)
+    (pickled,) = run_ranks(pickle_module, 1)
     assert b"straggle" not in pickled
     assert digest(pickle.loads(pickled).parameters()) == digest(mlp().parameters())
 
@@ -91,7 +91,7 @@ def average_under_ddp(rank, folder):
 
 
 def test_watched_ddp_and_a_module_with_faults_are_copied_too(tmp_path):
-    assert run_forked(average_under_ddp, 2, tmp_path) == [([False, False], [True, True])] * 2
+    assert run_ranks(average_under_ddp, 2, tmp_path) == [([False, False], [True, True])] * 2
 
 
 def average(rank):
@@ -120,7 +120,7 @@ def average(rank):
 
 
 def test_average_of_the_wrapped_model_is_updated_evaluated_and_saved_as_with_ddp():
-    results = run_forked(average, 2)
+    results = run_ranks(average, 2)
     for averaged, expected, same_output, keys, _ in results:
         torch.testing.assert_close(averaged, expected)
         assert same_output
@@ -165,7 +165,7 @@ def go_on_with_copy(rank, how, inside):
 @pytest.mark.parametrize("inside", [False, True], ids=["between steps", "inside of a step"])
 @pytest.mark.parametrize("how", COPIES)
 def test_copy_of_the_wrapped_model_joins_the_job_when_its_first_step_begins(how, inside):
-    first, second = run_forked(go_on_with_copy, 2, how, inside)
+    first, second = run_ranks(go_on_with_copy, 2, how, inside)
     assert first == second
     assert first[:4] == (True, True, (60.0, "LastMerged", ()), True)
     assert first[5:] == (1, 4 if inside else 3)
@@ -189,7 +189,7 @@ def copy_on_one_rank(rank):
 
 
 def test_copy_on_one_rank_alone_holds_nobody_up():
-    first, second = run_forked(copy_on_one_rank, 2)
+    first, second = run_ranks(copy_on_one_rank, 2)
     assert first[1] == second[1]
     assert "this model is a copy, which has no coordinator before its first step" in first[0]
 
@@ -201,7 +201,7 @@ def pickle_wrapped(rank):
 
 
 def test_pickled_model_is_evaluated_without_a_process_group_and_steps_only_with_one():
-    pickled, parameters = run_forked(pickle_wrapped, 2)[0]
+    pickled, parameters = run_ranks(pickle_wrapped, 2)[0]
     model = pickle.loads(pickled)
     assert isinstance(model, StagedDataParallel)
     assert digest(model.parameters()) == parameters
@@ -221,7 +221,7 @@ def copy_in_group(rank):
 
 
 def test_copy_of_a_model_with_a_group_of_its_own_says_how_to_wrap_it():
-    for words in run_forked(copy_in_group, 2):
+    for words in run_ranks(copy_in_group, 2):
         assert "write StagedDataParallel(copy.module, process_group=...)" in words
 
 

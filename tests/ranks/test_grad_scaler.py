@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ranks import digest, run_forked, staged
+from ranks import digest, run_ranks, staged
 from torch.nn.parallel import DistributedDataParallel
 from training import Stopper, features, mlp, warned
 
@@ -46,14 +46,14 @@ def train(rank, model, step, fused=False, num_steps=8):
 
 
 def test_scaler_sees_what_overflows_on_any_rank_and_trains_as_with_ddp():
-    plain, ours = run_forked(train_ddp, 2), run_forked(train_ours, 2, False)
+    plain, ours = run_ranks(train_ddp, 2), run_ranks(train_ours, 2, False)
     assert ours == plain
     assert ours[0] == ours[1]
     assert ours[0][0] == [16.0, 16.0, 32.0, 16.0, 16.0, 8.0, 8.0, 16.0]
 
 
 def test_scaler_of_a_fused_optimizer_does_too():
-    first, second = run_forked(train_ours, 2, True)
+    first, second = run_ranks(train_ours, 2, True)
     assert first == second
     assert first[0] == [16.0, 16.0, 32.0, 16.0, 16.0, 8.0, 8.0, 16.0]
 
@@ -73,13 +73,13 @@ def step_with_scaler(rank, enabled, fused, scheduled):
 
 @pytest.mark.parametrize(("fused", "scheduled"), [(False, False), (True, False), (False, True), (True, True)])
 def test_scaler_that_would_never_see_an_overflow_is_refused_at_its_first_step(fused, scheduled):
-    for end in run_forked(step_with_scaler, 2, True, fused, scheduled, outcomes=True, timeout_s=WITHIN_S):
+    for end in run_ranks(step_with_scaler, 2, True, fused, scheduled, outcomes=True, timeout_s=WITHIN_S):
         assert end.kind == "RuntimeError"
         assert 'write merge=straggle.Merge(nonfinite="keep")' in end.message
 
 
 def test_scaler_that_is_not_enabled_is_not_refused():
-    assert run_forked(step_with_scaler, 2, False, False, False) == ["stepped"] * 2
+    assert run_ranks(step_with_scaler, 2, False, False, False) == ["stepped"] * 2
 
 
 def lose(rank, who):
@@ -96,7 +96,7 @@ def lose(rank, who):
 
 @pytest.mark.parametrize(("who", "nobody"), [([1], False), ([0, 1], True)])
 def test_gradients_that_are_left_out_are_told_of_once_by_rank_0(who, nobody):
-    first, second = run_forked(lose, 2, who)
+    first, second = run_ranks(lose, 2, who)
     (words,) = first
     assert words.startswith(f"step 0: gradients of ranks {who} were not finite and are left out of the merge")
     assert ("no rank had others" in words) == nobody
@@ -196,7 +196,7 @@ def train_cut_alone(name, parts, unscales):
 @pytest.mark.parametrize("parts", [False, True], ids=["one optimizer", "two optimizers"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_usual_calls_work_on_a_step_in_which_no_rank_has_a_gradient_and_leave_all_as_it_is(name, parts, unscales):
-    first, second = run_forked(train_cut, 2, name, parts, unscales, timeout_s=WITHIN_S)
+    first, second = run_ranks(train_cut, 2, name, parts, unscales, timeout_s=WITHIN_S)
     assert first == second == train_cut_alone(name, parts, unscales)
     for number, cuts in enumerate(CUTS):
         if cuts == (0, 0):
@@ -224,7 +224,7 @@ def train_with_closure(rank, nonfinite):
 
 @pytest.mark.parametrize("nonfinite", ["keep", "drop"])
 def test_closures_clipping_and_schedulers_work_on_such_a_step(nonfinite):
-    first, second = run_forked(train_with_closure, 2, nonfinite, timeout_s=WITHIN_S)
+    first, second = run_ranks(train_with_closure, 2, nonfinite, timeout_s=WITHIN_S)
     assert first == second
     parameters, rates = zip(*first, strict=True)
     assert parameters[0] == parameters[1] == parameters[2] != parameters[3]
@@ -255,13 +255,13 @@ def look_between(_rank, keeps):
 
 
 def test_what_the_loop_adds_to_the_zeros_of_such_a_step_is_stepped():
-    for seen, sums, absent in run_forked(look_between, 2, "a penalty", timeout_s=WITHIN_S):
+    for seen, sums, absent in run_ranks(look_between, 2, "a penalty", timeout_s=WITHIN_S):
         assert seen == sums == [0.0] * 6
         assert absent == [False] * 6
 
 
 def test_frozen_parameter_has_no_zeros():
-    for _, sums, absent in run_forked(look_between, 2, "frozen", timeout_s=WITHIN_S):
+    for _, sums, absent in run_ranks(look_between, 2, "frozen", timeout_s=WITHIN_S):
         assert all(sums)
         assert absent == [True] + [False] * 5
 
@@ -282,7 +282,7 @@ def step_seldom(_rank):
 
 
 def test_zeros_that_the_loop_keeps_over_blocks_are_no_gradient():
-    assert run_forked(step_seldom, 2, timeout_s=WITHIN_S) == [[1.0] * 4 + [2.0] * 2] * 2
+    assert run_ranks(step_seldom, 2, timeout_s=WITHIN_S) == [[1.0] * 4 + [2.0] * 2] * 2
 
 
 def begin_idle(rank):
@@ -299,6 +299,6 @@ def begin_idle(rank):
 
 
 def test_registered_scaler_works_on_a_rank_that_has_not_scaled_a_loss_yet():
-    first, second = run_forked(begin_idle, 2, timeout_s=WITHIN_S)
+    first, second = run_ranks(begin_idle, 2, timeout_s=WITHIN_S)
     assert first == second
     assert first[2]["scale"] == 32.0

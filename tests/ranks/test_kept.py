@@ -6,7 +6,7 @@ import pytest
 import torch
 from host_reads import HostReads
 from queued_device import queued_device
-from ranks import digest, logged, run_forked, staged
+from ranks import digest, logged, run_ranks, staged
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import Stopper, features, mlp
@@ -71,13 +71,13 @@ def train_ddp(rank, order, set_to_none, num_microbatches):
 @pytest.mark.parametrize("order", ORDERS[:-1])
 def test_zero_grad_at_any_place_gives_ddp_s_parameters(order, set_to_none):
     for num_microbatches in (1, 2):
-        expected = run_forked(train_ddp, 2, order, set_to_none, num_microbatches)
-        assert run_forked(train, 2, order, set_to_none, num_microbatches) == expected
+        expected = run_ranks(train_ddp, 2, order, set_to_none, num_microbatches)
+        assert run_ranks(train, 2, order, set_to_none, num_microbatches) == expected
 
 
 def test_gradients_that_are_never_zeroed_accumulate_as_with_ddp():
     # DDP reduces what was kept with what is new, which is the same but for the rounding: gradients are compared
-    (mine, _), (ddp, _) = run_forked(accumulated, 2, True), run_forked(accumulated, 2, False)
+    (mine, _), (ddp, _) = run_ranks(accumulated, 2, True), run_ranks(accumulated, 2, False)
     for own, theirs in zip(mine, ddp, strict=True):
         torch.testing.assert_close(torch.tensor(own), torch.tensor(theirs))
 
@@ -99,7 +99,7 @@ def accumulated(rank, with_straggle):
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_rank_that_is_late_before_it_comes_to_zero_grad_ends_with_its_peers_parameters(order, set_to_none):
-    first, second, third = run_forked(train, 3, order, set_to_none, 1, 2)
+    first, second, third = run_ranks(train, 3, order, set_to_none, 1, 2)
     assert first == second == third
 
 
@@ -122,13 +122,13 @@ def two_networks(rank, stop):
 
 
 def test_rank_that_is_late_keeps_the_gradients_of_one_optimizer_as_its_peers_do():
-    (first, said), (second, said_too) = run_forked(two_networks, 2, 3)
+    (first, said), (second, said_too) = run_ranks(two_networks, 2, 3)
     assert first == second
     assert said == said_too == []
 
 
 def test_rank_that_cannot_tell_what_its_peers_kept_says_so():
-    said = run_forked(two_networks, 2, 1)[1][1]  # it was never in a step in which one optimizer alone zeroed
+    said = run_ranks(two_networks, 2, 1)[1][1]  # it was never in a step in which one optimizer alone zeroed
     assert len(said) == 1
     assert "its peers kept gradients of other parameters" in said[0]
 
@@ -163,7 +163,7 @@ def gradient_penalty_alone(_rank):
 
 
 def test_gradient_penalty_before_zero_grad_is_no_backward_pass():
-    assert run_forked(gradient_penalty, 1) == [(gradient_penalty_alone(0), 1.0)]
+    assert run_ranks(gradient_penalty, 1) == [(gradient_penalty_alone(0), 1.0)]
 
 
 def around_the_model(_rank, set_to_none):
@@ -179,8 +179,8 @@ def around_the_model(_rank, set_to_none):
 
 
 def test_pass_that_does_not_come_through_the_model_is_told_from_what_was_there_or_refused():
-    assert run_forked(around_the_model, 1, True) == [[8.0] * 8]  # rows of the batch
-    (raised,) = run_forked(around_the_model, 1, False, outcomes=True)
+    assert run_ranks(around_the_model, 1, True) == [[8.0] * 8]  # rows of the batch
+    (raised,) = run_ranks(around_the_model, 1, False, outcomes=True)
     assert "zero_grad(set_to_none=True) before the block" in raised.message
 
 
@@ -230,7 +230,7 @@ def zeroed_in_place(rank, is_queued, order):
 
 @pytest.mark.parametrize("order", ["first in the block", "before backward"])
 def test_device_is_not_read_to_see_which_gradients_are_zeros_and_the_result_is_that_of_the_cpu(order):
-    on_cpu, queued = run_forked(zeroed_in_place, 2, False, order), run_forked(zeroed_in_place, 2, True, order)
+    on_cpu, queued = run_ranks(zeroed_in_place, 2, False, order), run_ranks(zeroed_in_place, 2, True, order)
     assert [seen for seen, _ in queued] == [seen for seen, _ in on_cpu]
     for _, found in queued:
         assert [len(own) for own in found] == [0, 0, 0, 2]  # in step 3, those without a gradient of the pass

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ranks import run_forked, staged
+from ranks import run_ranks, staged
 from torch.nn.parallel import DistributedDataParallel
 from training import Signals, Stopper, features, mlp
 
@@ -72,7 +72,7 @@ def train_ddp(rank, how):
 @pytest.mark.parametrize("late", [False, True], ids=["nobody late", "one late"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_what_a_loop_keeps_of_a_gradient_is_not_overwritten(world_size, late, keep):
-    for steps in run_forked(train, world_size, keep, "to None", late, {}):
+    for steps in run_ranks(train, world_size, keep, "to None", late, {}):
         for kept, copies in steps:
             assert kept == copies
 
@@ -80,13 +80,13 @@ def test_what_a_loop_keeps_of_a_gradient_is_not_overwritten(world_size, late, ke
 @pytest.mark.parametrize("how", ["in place", "every other step"])
 @pytest.mark.parametrize("late", [False, True], ids=["nobody late", "one late"])
 def test_nor_where_gradients_are_zeroed_in_place_or_added_up(late, how):
-    for steps in run_forked(train, 2, "gradients", how, late, {}):
+    for steps in run_ranks(train, 2, "gradients", how, late, {}):
         for kept, copies in steps:
             assert kept == copies
 
 
 def test_all_gradients_of_a_run_are_those_of_ddp():
-    ours, ddp = run_forked(train, 2, "gradients", "to None", False, {}), run_forked(train_ddp, 2, "to None")
+    ours, ddp = run_ranks(train, 2, "gradients", "to None", False, {}), run_ranks(train_ddp, 2, "to None")
     assert [[kept for kept, _ in steps] for steps in ours] == ddp
 
 
@@ -96,7 +96,7 @@ def test_all_gradients_of_a_run_are_those_of_ddp():
     ids=["rounded", "not looked at", "one stage"],
 )
 def test_it_holds_whatever_is_merged_in_which_way(options):
-    for steps in run_forked(train, 2, "gradients", "to None", False, options):
+    for steps in run_ranks(train, 2, "gradients", "to None", False, options):
         for kept, copies in steps:
             assert kept == copies
 
@@ -121,7 +121,7 @@ def fall_behind(rank):
 
 
 def test_a_rank_that_catches_up_keeps_the_gradients_of_each_step_that_was_merged_without_it():
-    first, second = run_forked(fall_behind, 2)
+    first, second = run_ranks(fall_behind, 2)
     assert all(kept == copies for kept, copies in [*first, *second])
     assert [copies for _, copies in first] == [copies for _, copies in second]
 
@@ -140,7 +140,7 @@ def step_early(rank):
 
 
 def test_it_holds_where_the_optimizer_steps_during_the_merge():
-    for steps in run_forked(step_early, 2):
+    for steps in run_ranks(step_early, 2):
         for kept, copies in steps:
             assert kept == copies
             assert kept
@@ -163,6 +163,6 @@ def reuse(rank):
 
 
 def test_nothing_is_allocated_where_a_loop_keeps_nothing():
-    for first, *places in run_forked(reuse, 2):  # the stages are planned after the first step
+    for first, *places in run_ranks(reuse, 2):  # the stages are planned after the first step
         assert first
         assert all(place == places[0] for place in places)

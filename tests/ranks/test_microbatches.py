@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from ranks import digest, logged, run_forked, staged
+from ranks import digest, logged, run_ranks, staged
 from torch import nn
 from training import Chain, Stopper, features, mlp
 
@@ -31,7 +31,7 @@ def computed_after_late(rank):
 
 
 def test_a_late_ranks_other_micro_batches_end_at_once_and_the_cause_stays():
-    assert run_forked(computed_after_late, 1) == [([0], "backward", True)]
+    assert run_ranks(computed_after_late, 1) == [([0], "backward", True)]
 
 
 def failing(rank):
@@ -47,7 +47,7 @@ def failing(rank):
 
 
 def test_an_error_in_a_micro_batch_ends_the_step_on_all_ranks():
-    peer, own = run_forked(failing, 2, outcomes=True)
+    peer, own = run_ranks(failing, 2, outcomes=True)
     assert own.kind == "ArithmeticError"
     assert peer.kind == PeerFailed.__name__
     assert "own code" in peer.message
@@ -72,7 +72,7 @@ def in_a_block_with_micro_batches(rank):
 
 
 def test_micro_batches_inside_of_a_block():
-    assert run_forked(in_a_block_with_micro_batches, 1) == [True]
+    assert run_ranks(in_a_block_with_micro_batches, 1) == [True]
 
 
 def wrong_order(rank):
@@ -90,7 +90,7 @@ def wrong_order(rank):
 
 
 def test_calls_in_the_wrong_order_are_refused():
-    run_forked(wrong_order, 1)
+    run_ranks(wrong_order, 1)
 
 
 def counted_too_late(rank):
@@ -117,7 +117,7 @@ def counted_too_late(rank):
 
 
 def test_who_says_it_too_late_is_told_so():
-    assert run_forked(counted_too_late, 1) == [1.0]
+    assert run_ranks(counted_too_late, 1) == [1.0]
 
 
 def evaluated_between(rank):
@@ -139,7 +139,7 @@ def evaluated_between(rank):
 
 
 def test_an_evaluation_between_two_micro_batches_belongs_to_no_step():
-    assert run_forked(evaluated_between, 1) == [(2, True)]
+    assert run_ranks(evaluated_between, 1) == [(2, True)]
 
 
 def left_in_the_middle(rank):
@@ -183,7 +183,7 @@ def left_in_the_middle(rank):
 
 
 def test_a_loop_that_leaves_its_epoch_in_the_middle_of_a_step_goes_on_as_under_ddp():
-    (ddp, ours), second = run_forked(left_in_the_middle, 2)
+    (ddp, ours), second = run_ranks(left_in_the_middle, 2)
     assert ours == ddp
     assert [ddp, ours] == second
     assert ddp[1:] == (3, [])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ranks import run_forked
+from ranks import run_ranks
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from training import features, grads, mlp
@@ -51,13 +51,13 @@ def exact(world_size, weights):
 
 
 def test_gradients_are_those_of_ddps_hook_bit_for_bit_at_two_ranks():
-    for ours, theirs in run_forked(both, 2, 2):
+    for ours, theirs in run_ranks(both, 2, 2):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_weights_are_exact_and_replicas_the_same():
     weight = 257.0  # which bfloat16 does not have
-    results = run_forked(merged, 3, 3, weight)
+    results = run_ranks(merged, 3, 3, weight)
     gradients, weights = results[0]
     assert set(weights) == {weight + 2}
     for others, _ in results[1:]:
