@@ -104,7 +104,7 @@ def entered(scheduler: Scheduler, handlers: dict[tuple[int, int], Callable[..., 
         handlers[scheduler.check().process, number] = handler
         return before
 
-    hooks = {
+    hooks: dict[str, Any] = {
         name: HeldByProcess(getattr(optimizer, name), dict)
         for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
     }
