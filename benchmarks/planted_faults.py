@@ -367,8 +367,8 @@ MEMBERS = [
     Fault(
         "frozen-in-the-old-epoch",
         "members/member.py",
-        "        self._rank.channel.epoch += 1\n        self._rank.rounds.merge_among_none()\n        if self.is_out:",
-        "        self._rank.rounds.merge_among_none()\n        if self.is_out:",
+        "        self._rank.channel.begin_epoch()\n        self._rank.rounds.merge_among_none()\n",
+        "        self._rank.rounds.merge_among_none()\n",
     ),
     Fault(
         "new-groups-wake-nobody",
