@@ -297,6 +297,16 @@ def test_example_of_the_readme_runs():
     assert names["run"].seconds > 2.9
 
 
+@pytest.mark.parametrize("moment", range(0, 12, 3))
+def test_example_of_the_page_on_schedules_holds_at_each_moment(moment):
+    (block,) = re.findall(
+        r"```python\n(.*?)```", (PACKAGE.parent / "tests/support/SCHEDULES.md").read_text(), re.DOTALL
+    )
+    names = {"torch": torch, "straggle": straggle, "pytest": pytest, "run_world": run_world, "Kill": Kill}
+    exec(block, names)
+    names["test_peers_of_a_rank_that_is_killed_go_on"](moment)
+
+
 def _uses(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
