@@ -6,7 +6,7 @@ from contextlib import suppress
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import die, run_forked, staged
+from ranks import die, run_forked, run_ranks, staged
 from torch import nn
 from torch.distributed.tensor import distribute_tensor, init_device_mesh
 from training import Signals, features, mlp
@@ -54,7 +54,7 @@ def wrap(rank, build, options=None):
     ],
 )
 def test_module_that_cannot_be_trained_in_stages_is_refused(build, words):
-    (end,) = run_forked(wrap, 1, build, outcomes=True)
+    (end,) = run_ranks(wrap, 1, build, outcomes=True)
     assert end.kind == "ValueError"
     assert words in end.message
 
@@ -71,7 +71,7 @@ def test_module_that_cannot_be_trained_in_stages_is_refused(build, words):
     ],
 )
 def test_option_that_makes_no_sense_is_refused_with_its_value(options, kind, words):
-    (end,) = run_forked(wrap, 1, mlp, options, outcomes=True)
+    (end,) = run_ranks(wrap, 1, mlp, options, outcomes=True)
     assert end.kind == kind
     assert words in end.message
 
@@ -100,7 +100,7 @@ def wrap_different(rank, difference):
     [("shape", "2.weight"), ("dtype", "2.weight"), ("frozen", "2.weight"), ("more", "more.weight")],
 )
 def test_models_that_differ_are_refused_on_every_rank_by_the_first_difference(difference, name):
-    for end in run_forked(wrap_different, 3, difference, outcomes=True):
+    for end in run_ranks(wrap_different, 3, difference, outcomes=True):
         assert end.kind == "ValueError"
         assert "the model differs between ranks" in end.message
         assert "rank 1 has" in end.message
@@ -142,7 +142,7 @@ def misuse(rank, kind):
     ],
 )
 def test_misuse_is_refused_with_the_remedy(kind, error, words, world_size):
-    for end in run_forked(misuse, world_size, kind, outcomes=True, timeout_s=PEERS_END_WITHIN_S):
+    for end in run_ranks(misuse, world_size, kind, outcomes=True, timeout_s=PEERS_END_WITHIN_S):
         assert end.kind == error
         assert words in end.message
 
@@ -162,7 +162,7 @@ def recover(rank):
 
 
 def test_training_goes_on_after_a_backward_outside_of_a_step():
-    assert run_forked(recover, 2) == [(1, True)] * 2
+    assert run_ranks(recover, 2) == [(1, True)] * 2
 
 
 class Broken(Exception):
@@ -195,7 +195,7 @@ def fail(rank, at_step, place, deadline):
 @pytest.mark.parametrize("place", ["data", "forward", "backward", "end"])
 @pytest.mark.parametrize(("world_size", "at_step"), [(2, 0), (3, 2)])
 def test_failure_of_one_rank_ends_the_others_with_its_name_while_it_lives(world_size, at_step, place, deadline):
-    ends = run_forked(fail, world_size, at_step, place, deadline, outcomes=True, timeout_s=PEERS_END_WITHIN_S)
+    ends = run_ranks(fail, world_size, at_step, place, deadline, outcomes=True, timeout_s=PEERS_END_WITHIN_S)
     assert (ends[-1].kind, ends[-1].message) == ("Broken", "of the user")
     for end in ends[:-1]:
         assert end.kind == "PeerFailed"
@@ -210,7 +210,7 @@ def fail_alone(rank):
 
 
 def test_exception_of_the_user_leaves_the_step_unchanged():
-    (end,) = run_forked(fail_alone, 1, outcomes=True)
+    (end,) = run_ranks(fail_alone, 1, outcomes=True)
     assert (end.kind, end.message) == ("Broken", "of the user")
 
 
@@ -246,7 +246,7 @@ def fail_while_stuck(rank):
 
 
 def test_failure_of_a_rank_that_was_stood_in_for_ends_the_others_too():
-    peer, failed = run_forked(fail_while_stuck, 2, outcomes=True, timeout_s=PEERS_END_WITHIN_S)
+    peer, failed = run_ranks(fail_while_stuck, 2, outcomes=True, timeout_s=PEERS_END_WITHIN_S)
     assert failed.kind == "Broken"
     assert peer.kind == "PeerFailed"
     assert "rank 1 raised in step 2" in peer.message
@@ -289,7 +289,7 @@ def swallow(rank):
 
 
 def test_rank_that_swallows_its_error_cannot_go_on_alone_for_ever():
-    peer, failed = run_forked(swallow, 2, outcomes=True, timeout_s=PEERS_END_WITHIN_S)
+    peer, failed = run_ranks(swallow, 2, outcomes=True, timeout_s=PEERS_END_WITHIN_S)
     assert peer.kind == "PeerFailed"
     assert "rank 1 raised in step 1" in peer.message
     assert failed.kind == "PeerFailed"

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from ranks import run_forked, staged
+from ranks import run_ranks, staged
 from sharding import Block, Blocks, batch, pair, shard, sum_only
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -192,7 +192,7 @@ def all_cases(rank: int) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def gaps() -> list[dict[str, float]]:
-    return run_forked(all_cases, 4, timeout_s=240.0)
+    return run_ranks(all_cases, 4, timeout_s=240.0)
 
 
 @pytest.mark.slow  # for the seconds of all cases, which come with the first

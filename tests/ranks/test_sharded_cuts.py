@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from ranks import run_forked, staged
+from ranks import run_ranks, staged
 from sharding import Blocks, Pair, batch, mesh_of, pair, shard
 from torch import Tensor, nn
 
@@ -150,9 +150,8 @@ def cut_twice(rank: int) -> list[list[tuple[set[float], float]]]:
     return [cut_compiled(rank, is_other) for is_other in (False, True)]  # each rank traces for 2 s of CPU in each
 
 
-@pytest.mark.slow
 def test_cuts_and_errors_are_exact_with_compiled_blocks() -> None:
-    for in_forward, in_backward in run_forked(cut_twice, 4, timeout_s=180.0):
+    for in_forward, in_backward in run_ranks(cut_twice, 4, timeout_s=180.0):
         assert max(gap for _, gap in (*in_forward, *in_backward)) < EXACT
         assert [weights for weights, _ in in_forward] == [{1.0}, {0.0}, {1.0}]
         assert [weights for weights, _ in in_backward] == [{1.0}, {0.0, 1.0}, {1.0}]
@@ -195,10 +194,9 @@ def refused(rank: int, way: int) -> str:
     return str(error.value)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", range(len(REFUSED)))
 def test_gradients_inside_of_fsdp_that_no_step_can_merge_are_refused(way: int) -> None:
-    for said in run_forked(refused, 4, way):
+    for said in run_ranks(refused, 4, way):
         assert [*REFUSED.values()][way] in said
 
 
@@ -241,14 +239,13 @@ def failing_between_steps(rank: int) -> list[float]:
 
 
 def test_step_that_is_cut_has_the_settings_of_fsdp_that_it_began_with() -> None:
-    for results in run_forked(setting_back, 4, Stop(1, False)):
+    for results in run_ranks(setting_back, 4, Stop(1, False)):
         assert [weights for weights, _ in results] == [{1.0}, {0.0}, {1.0}]
         assert max(gap for _, gap in results) < EXACT
 
 
-@pytest.mark.slow
 def test_pass_that_failed_between_two_steps_is_forgotten() -> None:
-    assert max(max(gaps) for gaps in run_forked(failing_between_steps, 4)) < EXACT
+    assert max(max(gaps) for gaps in run_ranks(failing_between_steps, 4)) < EXACT
 
 
 LATER = Stop(2, True, 1)
@@ -287,6 +284,6 @@ def counted(net: nn.Module, run: list[int], micro: int) -> Iterator[None]:
 
 
 def test_micro_batches_behind_a_late_one_begin_no_unit_and_leave_nothing() -> None:
-    for rank, (run, gap) in enumerate(run_forked(later_passes, 4)):
+    for rank, (run, gap) in enumerate(run_ranks(later_passes, 4)):
         assert run == ([DEPTH] * 3 if rank < 2 else [DEPTH, DEPTH, 0])
         assert gap < EXACT

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ranks import Raised, run_forked, staged
+from ranks import Raised, run_forked, run_ranks, staged
 from sharding import WIDTH, Blocks, batch, mesh_of, pair, shard
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -146,7 +146,7 @@ def refused(rank: int) -> list[str]:
 
 
 def test_sharded_model_that_cannot_be_merged_is_refused_with_what_to_write() -> None:
-    first = run_forked(refused, 4)[0]
+    first = run_ranks(refused, 4)[0]
     for (wraps, words), said in zip(CASES.items(), first, strict=True):
         assert words in said, wraps
 
@@ -182,7 +182,7 @@ def whole(gradient: Tensor) -> Tensor:
 
 
 def test_what_the_refusals_of_sharded_models_say_to_write_trains() -> None:
-    assert max(max(gaps) for gaps in run_forked(instead, 4)) < 1e-6
+    assert max(max(gaps) for gaps in run_ranks(instead, 4)) < 1e-6
 
 
 class ByRank(Blocks):
@@ -215,7 +215,7 @@ def out_of_order(rank: int, from_step: int, make: Callable[[], nn.Module] = ByRa
 
 @pytest.mark.parametrize("from_step", [0, 10])
 def test_ranks_of_a_replica_that_run_units_in_different_orders_are_refused_and_named(from_step: int) -> None:
-    ends = run_forked(out_of_order, 4, from_step, outcomes=True)
+    ends = run_ranks(out_of_order, 4, from_step, outcomes=True)
     assert all(isinstance(end, Raised) for end in ends)
     at = ["before the forward pass of blocks.1", "before the forward pass of blocks.2"]
     for rank, other in ((0, 1), (1, 0)):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from ranks import Raised, run_forked, staged
+from ranks import Raised, run_ranks, staged
 from sharding import Blocks, batch, pair
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -18,7 +16,7 @@ from straggle import MovingAverage, StagedDataParallel
 from straggle.commands.checkpoint import Checkpoint
 from straggle.stop_signal import StopSignal
 
-SAVED_AT, NUM_STEPS = 3, 6
+SAVED_AT, NUM_STEPS = 2, 4
 ALL_ROWS = 24  # of a step: each rank has an equal part
 
 
@@ -53,13 +51,12 @@ def load(model: StagedDataParallel, optimizer: torch.optim.Optimizer, folder: st
     set_state_dict(model.module, optimizer, **states)
 
 
-@pytest.mark.slow
 def test_sharded_model_goes_on_in_a_mesh_of_another_shape(tmp_path: Path) -> None:
     folder = str(tmp_path)
-    expected = run_forked(train, 4, 4, 2, "", 0, NUM_STEPS)[0]
-    run_forked(train, 4, 4, 2, folder, 0, SAVED_AT)
-    for size, replicas in ((4, 2), (4, 1), (4, 4), (6, 3)):
-        for ours in run_forked(train, size, size, replicas, folder, SAVED_AT, NUM_STEPS):
+    expected = run_ranks(train, 4, 4, 2, "", 0, NUM_STEPS)[0]
+    run_ranks(train, 4, 4, 2, folder, 0, SAVED_AT)
+    for size, replicas in ((4, 1), (4, 4), (6, 3)):
+        for ours in run_ranks(train, size, size, replicas, folder, SAVED_AT, NUM_STEPS):
             for own, other in zip(ours, expected, strict=True):
                 torch.testing.assert_close(own, other, rtol=0, atol=1e-6)
 
@@ -89,12 +86,11 @@ def of_the_command(rank: int, size: int, replicas: int, folder: Path, saves: boo
         return [own.full_tensor() for own in both.net.parameters()], num_remembered
 
 
-@pytest.mark.slow
 def test_checkpoint_of_the_command_goes_on_in_this_mesh_and_in_another(tmp_path: Path) -> None:
-    expected, num_remembered = run_forked(of_the_command, 4, 4, 2, tmp_path, True)[0]
+    expected, num_remembered = run_ranks(of_the_command, 4, 4, 2, tmp_path, True)[0]
     assert num_remembered == len(expected)
     for size, replicas in ((4, 2), (4, 1), (6, 3)):
-        for ours, remembered in run_forked(of_the_command, size, size, replicas, tmp_path, False):
+        for ours, remembered in run_ranks(of_the_command, size, size, replicas, tmp_path, False):
             assert remembered == (num_remembered if (size, replicas) == (4, 2) else 0)
             for own, other in zip(ours, expected, strict=True):
                 torch.testing.assert_close(own, other, rtol=0, atol=1e-6)
@@ -110,15 +106,14 @@ def loading(rank: int, folder: Path, sharded: bool) -> None:
         Checkpoint(folder).load(model, torch.optim.AdamW(model.parameters(), lr=0.01))
 
 
-@pytest.mark.slow
 def test_checkpoint_that_is_damaged_or_of_another_kind_of_model_is_refused(tmp_path: Path) -> None:
-    run_forked(of_the_command, 4, 4, 2, tmp_path, True)
-    ends = run_forked(loading, 4, tmp_path, False, outcomes=True)
+    run_ranks(of_the_command, 4, 4, 2, tmp_path, True)
+    ends = run_ranks(loading, 4, tmp_path, False, outcomes=True)
     assert all("is of a model that is sharded over several ranks, and this run's is one" in end.message for end in ends)
-    run_forked(loading, 4, tmp_path, True)  # as it was made
+    run_ranks(loading, 4, tmp_path, True)  # as it was made
     (shard,) = tmp_path.glob("step*/shards/__2_*")
     shard.write_bytes(shard.read_bytes()[:-1])
-    ends = run_forked(loading, 4, tmp_path, True, outcomes=True)
+    ends = run_ranks(loading, 4, tmp_path, True, outcomes=True)
     assert all(isinstance(end, Raised) and f"{shard} of step {SAVED_AT} is damaged" in end.message for end in ends)
 
 
@@ -136,7 +131,7 @@ def remembering(rank: int) -> list[int]:
 
 
 def test_no_rank_gets_the_memory_of_another_ranks_shards() -> None:
-    for before, after in run_forked(remembering, 4):
+    for before, after in run_ranks(remembering, 4):
         assert before > 0
         assert after == 0
 
@@ -147,7 +142,7 @@ def until_asked(rank: int) -> tuple[int, float]:
     with staged(both.net, mesh=both.mesh["dp_replicate"]) as model, StopSignal() as stop:
         for number in range(60):
             if (rank, number) == (1, 4):
-                os.kill(os.getpid(), signal.SIGTERM)
+                signal.getsignal(signal.SIGTERM)(signal.SIGTERM, None)  # type: ignore[operator, misc]
             with model.step() as step:
                 stop.tell(step)
                 step.log(rank=rank)
@@ -159,4 +154,4 @@ def until_asked(rank: int) -> tuple[int, float]:
 
 
 def test_all_ranks_of_all_replicas_end_after_the_same_step_and_have_the_same_scalars() -> None:
-    assert run_forked(until_asked, 4) == [(4, 1.5)] * 4
+    assert run_ranks(until_asked, 4) == [(4, 1.5)] * 4

@@ -7,7 +7,7 @@ import math
 import torch
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from ranks import logged, run_forked, staged
+from ranks import logged, run_ranks, staged
 from sharding import batch, pair
 from training import Signals
 
@@ -41,7 +41,7 @@ def train(rank: int) -> list[tuple[str, dict[str, str], float]]:
 
 
 def test_metrics_are_of_replicas_and_count_for_the_rank_that_made_its_replica_late() -> None:
-    results = run_forked(train, 4)
+    results = run_ranks(train, 4)
     made_late, late = [], []
     for rank, samples in enumerate(results):
         assert {labels["rank"] for _, labels, _ in samples} == {str(rank)}
@@ -69,7 +69,7 @@ def odd_one(rank: int) -> list[str]:
 
 
 def test_warnings_name_ranks_and_not_their_replicas() -> None:
-    for rank, lines in enumerate(run_forked(odd_one, 4)):
+    for rank, lines in enumerate(run_ranks(odd_one, 4)):
         nan = [line for line in lines if "were not finite" in line]
         assert [line.partition(" were")[0] for line in nan] == [f"step 2: gradients of ranks [{rank + 2}]"] * (
             rank < 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import digest, run_forked, staged
+from ranks import digest, run_ranks, staged
 from sharding import batch, pair
 from training import Signals
 
@@ -47,7 +47,7 @@ def train(rank: int, place: str) -> tuple[str, str, int, list[StepReport]]:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_replica_with_a_stuck_rank_is_stood_in_for_and_catches_up_as_one(place: str) -> None:
-    results = run_forked(train, 4, place)
+    results = run_ranks(train, 4, place)
     shards, whole, updates, _ = zip(*results, strict=True)
     assert shards[0] == shards[2]
     assert shards[1] == shards[3]

@@ -1,11 +1,12 @@
 """An optimizer that is stepped in parts, during the merge, trains bit for bit as one that is stepped after it."""
 
 from itertools import chain
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import digest, run_forked, staged
+from ranks import digest, run_forked, run_ranks, staged
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from training import Signals, Stopper, features, mlp
@@ -104,12 +105,12 @@ def train_both(rank, kinds, stops, unused=True):
 
 @pytest.mark.parametrize("kinds", [tuple(OPTIMIZERS)[::2], tuple(OPTIMIZERS)[1::2]], ids=" ".join)
 def test_parameters_are_those_of_one_step_bit_for_bit(kinds):
-    check_alike(kinds, run_forked(train_both, 2, kinds, [None] * NUM_STEPS))
+    check_alike(kinds, run_ranks(train_both, 2, kinds, [None] * NUM_STEPS))
 
 
 def test_they_are_where_every_parameter_is_used():
     kinds = ("momentum",)
-    check_alike(kinds, run_forked(train_both, 2, kinds, [None] * NUM_STEPS, False))
+    check_alike(kinds, run_ranks(train_both, 2, kinds, [None] * NUM_STEPS, False))
 
 
 def check_alike(kinds, of_ranks):
@@ -127,7 +128,7 @@ def check_alike(kinds, of_ranks):
 
 def test_parameters_are_the_same_where_a_rank_is_late():
     kinds = ("momentum", "AdamW, fused")
-    first, second = run_forked(train_both, 2, kinds, [None, 3, 0, None])
+    first, second = run_ranks(train_both, 2, kinds, [None, 3, 0, None])
     for kind in kinds:
         (whole, _), (parts, _) = first[kind]
         assert parts == whole, kind
@@ -167,8 +168,8 @@ class LostVote(SharedVote):
 
 def weigh_alone(_rank):
     vote = LostVote()
-    Replica.of_one_rank = staticmethod(lambda channel: Replica(channel.rank, channel.world_size, vote))
-    with staged(Held(unused=False), merge=KEEP) as model:
+    of_one_rank = staticmethod(lambda channel: Replica(channel.rank, channel.world_size, vote))
+    with mock.patch.object(Replica, "of_one_rank", of_one_rank), staged(Held(unused=False), merge=KEEP) as model:
         step = model.step()
         step.weight = 2.0
         with pytest.raises(PeerFailed, match="rank 1 is gone"), step:
@@ -177,7 +178,7 @@ def weigh_alone(_rank):
 
 
 def test_step_whose_weight_cannot_be_told_to_its_replica_is_not_left_open():
-    assert run_forked(weigh_alone, 1) == [True]
+    assert run_ranks(weigh_alone, 1) == [True]
 
 
 def all_but_the_last(merging):
@@ -263,7 +264,7 @@ def scaled_step(optimizer, module):
 
 
 def test_what_must_see_all_gradients_is_refused_with_a_sentence():
-    (words,) = run_forked(refuse, 1)
+    (words,) = run_ranks(refuse, 1)
     assert words["LBFGS"].startswith("LBFGS computes the loss again in its step")
     assert words["own"].startswith("Own may look at all gradients at once")
     assert words["hooks"].startswith("this SGD has step hooks")

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from ranks import digest, run_forked, staged
+from ranks import digest, run_ranks, staged
 from torch import nn
 from training import features, grads, mlp
 
@@ -105,12 +105,12 @@ def whole(modules, how, rank, number, num_passes):
 
 @pytest.mark.parametrize(("order", "how"), [*itertools.product(["gd", "dg"], [CHAIN, BESIDE])])
 def test_what_one_models_lateness_takes_from_another_is_late_in_the_reports_of_both(order, how):
-    check(run_forked(cut, WORLD, order, how, 1))
+    check(run_ranks(cut, WORLD, order, how, 1))
 
 
 @pytest.mark.parametrize("order", ["gd", "dg"])
 def test_with_several_passes_those_before_the_cut_count_for_both(order):
-    check(run_forked(cut, WORLD, order, CHAIN, 2))
+    check(run_ranks(cut, WORLD, order, CHAIN, 2))
 
 
 def check(ranks):
@@ -157,7 +157,7 @@ def followed(rank, how):
 
 
 def test_pass_of_one_model_through_another_that_is_in_no_step_is_told_what_to_do():
-    for raised in run_forked(unfrozen, WORLD, outcomes=True):
+    for raised in run_ranks(unfrozen, WORLD, outcomes=True):
         words = raised.message
         assert "backward outside of a step: write `with model.step():`" in words
         assert "freeze this one during that pass, by requires_grad_(False)" in words
@@ -170,7 +170,7 @@ def test_what_that_says_trains_both(how):
     oracle = pair()
     for rank in range(WORLD):
         loss_of(oracle, features(rank, 0), CHAIN).backward()
-    for own in run_forked(followed, WORLD, how):
+    for own in run_ranks(followed, WORLD, how):
         for key, gradients in zip("gd", own, strict=True):
             for one, other in zip(gradients, grads(oracle[key]), strict=True):
                 torch.testing.assert_close(one, other / WORLD)
@@ -197,6 +197,6 @@ def one_block_in_the_other(rank, which):
 
 @pytest.mark.parametrize("which", ["before", "after"])
 def test_model_whose_own_pass_was_whole_is_not_late_because_another_was(which):
-    for (outer, inner), _ in run_forked(one_block_in_the_other, WORLD, which):
+    for (outer, inner), _ in run_ranks(one_block_in_the_other, WORLD, which):
         assert outer == (False, 1.0)
         assert inner == (True, 0.0)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from ranks import run_forked, staged
+from ranks import run_ranks, staged
 from torch import nn
 from training import Chain, Stopper, grads, mlp
 
@@ -24,7 +24,7 @@ def train_joined(rank, lengths):
 
 
 def test_rank_without_data_does_not_shift_the_deadline():
-    never_entered, finished = run_forked(train_joined, 2, [3, 1])[0]
+    never_entered, finished = run_ranks(train_joined, 2, [3, 1])[0]
     assert never_entered == [[False, False], [False, True], [False, True]]
     assert finished == [[True, True], [True, False], [True, False]]
 
@@ -35,7 +35,7 @@ def empty(rank):
 
 
 def test_empty_loader_is_refused():
-    run_forked(empty, 1)
+    run_ranks(empty, 1)
 
 
 # -- weights
@@ -54,7 +54,7 @@ def weighted(rank, weights, stops):
 
 
 def test_contributions_count_by_their_weight():
-    for gradients, report in run_forked(weighted, 3, [1, 5, 2], [None] * 3):
+    for gradients, report in run_ranks(weighted, 3, [1, 5, 2], [None] * 3):
         mean = (1 * 1 + 5 * 2 + 2 * 3) / 8
         for layer, gradient in enumerate(gradients):
             assert torch.allclose(gradient, torch.full((2 + layer,), (layer + 1) * mean))
@@ -64,7 +64,7 @@ def test_contributions_count_by_their_weight():
 
 def test_late_rank_counts_by_the_share_that_it_finished_of_its_weight():
     # rank 1 finishes its first micro-batch, and of the second the last layer alone
-    for gradients, report in run_forked(weighted, 2, [3, 4], [None, 4]):
+    for gradients, report in run_ranks(weighted, 2, [3, 4], [None, 4]):
         for layer, gradient in enumerate(gradients):
             share = 1.0 if layer == 2 else 0.5
             mean = (3 * 1 + 4 * share * 2) / (3 + 4 * share)
@@ -94,7 +94,7 @@ def weighed_before(rank, default):
 
 @pytest.mark.parametrize("default", [1.0, 2.0])
 def test_weight_that_is_set_before_the_block_counts_in_it(default):
-    for rank, (own, by_default) in enumerate(run_forked(weighed_before, 2, default)):
+    for rank, (own, by_default) in enumerate(run_ranks(weighed_before, 2, default)):
         assert torch.allclose(own[0], torch.full((2,), (3 * 1 + 1 * 2) / 4))
         assert own[1:] == ([3.0, 1.0], (3, 1)[rank])
         assert by_default[1:] == ([default] * 2, default)
@@ -114,7 +114,7 @@ def wrong_weights(rank):
 
 
 def test_weight_that_is_not_positive_is_refused():
-    (messages,) = run_forked(wrong_weights, 1)
+    (messages,) = run_ranks(wrong_weights, 1)
     assert messages[0].startswith("weight=0: ")
 
 
@@ -127,4 +127,4 @@ def late_weight(rank):
 
 
 def test_weight_that_comes_after_a_gradient_is_refused():
-    run_forked(late_weight, 1)
+    run_ranks(late_weight, 1)

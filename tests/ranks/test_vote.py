@@ -2,12 +2,14 @@
 
 import threading
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
-from ranks import run_forked, staged
+from ranks import run_ranks, staged
 from training import Chain, Stopper
 
+from straggle import world
 from straggle.merge.late.replica import Agreed, Replica, UnitVote
 from straggle.merge.wire.channel import Channel
 
@@ -35,9 +37,9 @@ def step_of_a_replica(rank, asked_after, voted_at):
         def close(self):
             pass
 
-    Replica.of_one_rank = staticmethod(lambda channel: Replica(channel.rank, channel.world_size, Vote()))
     stopper = Stopper(module)
-    with staged(module) as model:
+    of_one_rank = staticmethod(lambda channel: Replica(channel.rank, channel.world_size, Vote()))
+    with mock.patch.object(Replica, "of_one_rank", of_one_rank), staged(module) as model:
         with model.step() as step:
             stopper.arm(step, asked_after)
             model(1.0).backward()
@@ -48,21 +50,21 @@ FORWARD = [False] * 5  # a rank is asked before the model, before each of its fo
 
 
 def test_rank_leaves_as_its_replica_does_though_its_own_rule_would_go_on():
-    ((words, given, late),) = run_forked(step_of_a_replica, 1, None, 7)
+    ((words, given, late),) = run_ranks(step_of_a_replica, 1, None, 7)
     assert words == [*FORWARD, False, False]
     assert given == [False, False, True, True]
     assert late
 
 
 def test_rank_goes_on_until_its_replica_leaves_though_its_own_rule_would_not():
-    ((words, given, late),) = run_forked(step_of_a_replica, 1, 1, 8)
+    ((words, given, late),) = run_ranks(step_of_a_replica, 1, 1, 8)
     assert words == [*FORWARD, True, True, True]
     assert given == [False, True, True, True]
     assert late
 
 
 def test_rank_finishes_its_step_if_its_replica_does():
-    ((words, given, late),) = run_forked(step_of_a_replica, 1, 1, None)
+    ((words, given, late),) = run_ranks(step_of_a_replica, 1, 1, None)
     assert words == [*FORWARD, True, True, True]
     assert given == [True] * 4
     assert not late
@@ -109,7 +111,7 @@ def votes_of_two(rank):
 
 
 def test_ranks_of_a_replica_are_told_the_same_at_the_next_unit():
-    first, second = run_forked(votes_of_two, 2)
+    first, second = run_ranks(votes_of_two, 2)
     for answers, again, mean, _, agreed, alike, copies in (first, second):
         assert answers == [False, False, True]
         assert not again  # what was asked last in the step before is not an answer in this one
@@ -124,7 +126,7 @@ def test_ranks_of_a_replica_are_told_the_same_at_the_next_unit():
 
 def places_while_stuck(rank):
     """What each rank reports of its replica's other one if it goes into a unit, and never comes to the next one."""
-    channel, told, words = Channel(None, give_up_s=20.0), threading.Event(), []
+    channel, told, words = Channel(None, give_up_s=20.0), world.Event(), []
 
     def tell(why):
         words.append(why)
@@ -144,7 +146,7 @@ def places_while_stuck(rank):
 
 
 def test_rank_at_another_place_is_reported_though_the_thread_that_trains_is_stuck_in_its_unit():
-    for rank, (words,) in enumerate(run_forked(places_while_stuck, 2)):
+    for rank, (words,) in enumerate(run_ranks(places_while_stuck, 2)):
         what = f"rank {rank}, step 4, before unit {6 + rank}, the vote of its replica: rank {1 - rank} is before unit"
         assert words.startswith(f"{what} {7 - rank}. All ranks")
 
@@ -172,7 +174,7 @@ def questions_of_two(rank):
 
 def test_ranks_of_a_replica_agree_if_all_say_the_same_and_none_says_no():
     assert (
-        run_forked(questions_of_two, 2)
+        run_ranks(questions_of_two, 2)
         == [[(True, 0, 1), (False, 1, 1), (False, 2, 1), (False, 2, 1), (True, 2, 1)]] * 2
     )
 
@@ -198,4 +200,4 @@ def threads_of_votes(_rank):
 
 
 def test_no_vote_is_launched_by_the_thread_that_trains_as_its_record_would_break_up_the_memory_of_units():
-    assert run_forked(threads_of_votes, 1) == [["straggle-votes"] * 3]
+    assert run_ranks(threads_of_votes, 1) == [["straggle-votes"] * 3]
