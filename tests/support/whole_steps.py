@@ -83,15 +83,21 @@ def train(
     *,
     end: Callable[[int], bool],
     members: bool = True,
+    told: Callable[[], bool] = lambda: False,
     made: Callable[[int], None] = lambda _: None,
     **options: Any,
 ) -> tuple[list[list[float]], int, list[Made]]:
-    """The parameters, the steps that were made, and those of them that this process made."""
+    """The parameters, the steps that were made, and those of them that this process made.
+
+    ``told()``: it is to end soon.
+    """
     optimizer, counter, seen = optimizer_of(module), Counter(), list[Made]()
     model = StagedDataParallel(module, members=Elastic(1, 1.0) if members else None, links=False, **options)
     model.register_state(optimizer=optimizer, counter=counter)
     while not end(counter.steps):
         with model.step() as step:
+            if told() and step.departure is not None:
+                step.departure.ask()
             for numbers in step.pull(samples_of(counter.steps), seed=counter.steps):
                 loss_of(model, numbers).backward()
         optimizer.step()
@@ -102,6 +108,8 @@ def train(
         seen.append(Made(counter.steps, report.pool_attempts, report.dropped_share, was_out))
         counter.steps += 1
         made(counter.steps)
+        if step.departure is not None and step.departure.ends_after(report.step):
+            break
     result = numbers_of(module), counter.steps, seen
     model.close()
     return result
