@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Raised, die, digest, run_forked, staged
+from ranks import Raised, die, digest, run_forked, run_ranks, staged
 from torch import nn
 from training import features, mlp
 
@@ -58,7 +58,7 @@ def save_and_load(rank, directory):
 
 
 def test_resumed_run_equals_an_uninterrupted_one_in_every_part_of_the_state(tmp_path):
-    results = run_forked(save_and_load, 2, tmp_path)
+    results = run_ranks(save_and_load, 2, tmp_path)
     for outcomes, same_history, ends in results:
         assert outcomes[0] == outcomes[1]
         assert same_history
@@ -74,7 +74,7 @@ def load(rank, directory):
 
 
 def test_loading_what_is_not_there_is_refused(tmp_path):
-    (outcome,) = run_forked(load, 1, tmp_path / "nowhere", outcomes=True)
+    (outcome,) = run_ranks(load, 1, tmp_path / "nowhere", outcomes=True)
     assert "no checkpoint in" in outcome.message
     assert outcome.kind == "RefusedByAll"
 
@@ -91,15 +91,15 @@ def replaced(rank, directory, steps=2):
 
 
 def test_second_checkpoint_takes_the_place_of_the_first_and_leaves_nothing_else(tmp_path):
-    assert run_forked(replaced, 2, tmp_path)[0] == ["step2"]
+    assert run_ranks(replaced, 2, tmp_path)[0] == ["step2"]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_of_two_complete_checkpoints_the_newer_one_is_taken_and_the_older_one_removed(tmp_path, world_size):
-    run_forked(replaced, world_size, tmp_path)
-    run_forked(replaced, world_size, tmp_path / "older", 1)
+    run_ranks(replaced, world_size, tmp_path)
+    run_ranks(replaced, world_size, tmp_path / "older", 1)
     os.replace(tmp_path / "older" / "checkpoint" / "step1", tmp_path / "checkpoint" / "step1")
-    assert run_forked(load, world_size, tmp_path / "checkpoint") == [2] * world_size
+    assert run_ranks(load, world_size, tmp_path / "checkpoint") == [2] * world_size
     assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step2"]
 
 
@@ -113,10 +113,10 @@ def damage(path):
 @pytest.mark.parametrize("name", ["common", "rank1"])
 @pytest.mark.parametrize("how", [damage, lambda path: os.truncate(path, path.stat().st_size // 2)])
 def test_damaged_checkpoint_is_refused_on_all_ranks_with_file_and_step(tmp_path, name, how):
-    run_forked(replaced, 2, tmp_path)
+    run_ranks(replaced, 2, tmp_path)
     path = tmp_path / "checkpoint" / "step2" / f"{name}.pt"
     how(path)
-    outcomes = run_forked(load, 2, tmp_path / "checkpoint", outcomes=True)
+    outcomes = run_ranks(load, 2, tmp_path / "checkpoint", outcomes=True)
     assert {outcome.kind for outcome in outcomes} == {"RefusedByAll"}
     assert len({outcome.message for outcome in outcomes}) == 1
     assert f"{path} of step 2 is damaged" in outcomes[0].message
@@ -124,11 +124,11 @@ def test_damaged_checkpoint_is_refused_on_all_ranks_with_file_and_step(tmp_path,
 
 
 def test_older_checkpoint_that_is_whole_is_taken_where_the_newer_one_is_damaged(tmp_path):
-    run_forked(replaced, 2, tmp_path)
-    run_forked(replaced, 2, tmp_path / "older", 1)
+    run_ranks(replaced, 2, tmp_path)
+    run_ranks(replaced, 2, tmp_path / "older", 1)
     os.replace(tmp_path / "older" / "checkpoint" / "step1", tmp_path / "checkpoint" / "step1")
     damage(tmp_path / "checkpoint" / "step2" / "rank1.pt")  # which rank 0 does not read
-    assert run_forked(load, 2, tmp_path / "checkpoint") == [1, 1]
+    assert run_ranks(load, 2, tmp_path / "checkpoint") == [1, 1]
 
 
 def load_own(rank, directory):
@@ -138,8 +138,8 @@ def load_own(rank, directory):
 def test_ranks_that_do_not_see_the_same_checkpoint_are_refused(tmp_path):
     for rank, steps in enumerate((1, 2)):
         (tmp_path / str(rank)).mkdir()
-        run_forked(replaced, 2, tmp_path / str(rank), steps)
-    outcomes = run_forked(load_own, 2, tmp_path, outcomes=True)
+        run_ranks(replaced, 2, tmp_path / str(rank), steps)
+    outcomes = run_ranks(load_own, 2, tmp_path, outcomes=True)
     for outcome in outcomes:
         assert "rank 0: sees step 1 in step1; rank 1: sees step 2 in step2" in outcome.message
         assert "run_dir must be on storage that all ranks see" in outcome.message
@@ -173,8 +173,8 @@ def in_two_parts(rank, world_size, directory, num_samples, num_steps):
 
 @pytest.mark.parametrize(("before", "after"), [(4, 3), (2, 4), (2, 1)])
 def test_run_goes_on_with_another_number_of_ranks_and_has_each_sample_of_the_epoch_once(tmp_path, before, after):
-    first = run_forked(in_two_parts, before, before, tmp_path, 50, 3)
-    again = run_forked(in_two_parts, after, after, tmp_path, 50, 0)
+    first = run_ranks(in_two_parts, before, before, tmp_path, 50, 3)
+    again = run_ranks(in_two_parts, after, after, tmp_path, 50, 0)
     for (step, parameters, compute_s, finished), _, _, _ in again:
         assert (step, parameters) == (3, first[0][3])
         saved_s, saved_finished = first[0][2]
@@ -196,8 +196,8 @@ def load_other(rank, directory, width, kind):
 
 @pytest.mark.parametrize(("width", "kind"), [(9, torch.optim.SGD), (8, torch.optim.AdamW)])
 def test_checkpoint_of_another_model_or_optimizer_is_refused(tmp_path, width, kind):
-    run_forked(replaced, 2, tmp_path)
-    for outcome in run_forked(load_other, 2, tmp_path / "checkpoint", width, kind, outcomes=True):
+    run_ranks(replaced, 2, tmp_path)
+    for outcome in run_ranks(load_other, 2, tmp_path / "checkpoint", width, kind, outcomes=True):
         assert outcome.kind == "RefusedByAll"
         assert (
             f"{tmp_path / 'checkpoint' / 'step2'} of step 2 is of another model, optimizer or estimator"
@@ -230,19 +230,19 @@ def written_again(directory, name, write):
 
 
 def test_file_that_would_run_code_is_refused_and_runs_none(tmp_path):
-    run_forked(replaced, 1, tmp_path)
+    run_ranks(replaced, 1, tmp_path)
     content = {"random": Harmful(tmp_path / "made")}
     written_again(tmp_path / "checkpoint", "rank0.pt", lambda path: torch.save(content, path))
-    (outcome,) = run_forked(load, 1, tmp_path / "checkpoint", outcomes=True)
+    (outcome,) = run_ranks(load, 1, tmp_path / "checkpoint", outcomes=True)
     assert outcome.kind == "RefusedByAll"
     assert "Weights only load failed" in outcome.message
     assert not (tmp_path / "made").exists()
 
 
 def test_checkpoint_without_the_files_of_this_version_is_refused(tmp_path):
-    run_forked(replaced, 1, tmp_path)
+    run_ranks(replaced, 1, tmp_path)
     written_again(tmp_path / "checkpoint", "common.pt", None)
-    (outcome,) = run_forked(load, 1, tmp_path / "checkpoint", outcomes=True)
+    (outcome,) = run_ranks(load, 1, tmp_path / "checkpoint", outcomes=True)
     assert outcome.kind == "RefusedByAll"
     assert (
         f"{tmp_path / 'checkpoint' / 'step2.1'} of step 2 has no common.pt: another version wrote it" in outcome.message
@@ -281,7 +281,7 @@ def save_and_load_extra_state(rank, directory):
 
 
 def test_extra_state_of_a_module_comes_back(tmp_path):
-    assert run_forked(save_and_load_extra_state, 1, tmp_path / "checkpoint") == [("a", 3)]
+    assert run_ranks(save_and_load_extra_state, 1, tmp_path / "checkpoint") == [("a", 3)]
 
 
 def save_on_a_full_disk(rank, directory):
@@ -352,7 +352,7 @@ def save_behind(_rank, directory):
 
 
 def test_rank_that_has_not_applied_all_merged_steps_says_that_it_saves_nothing(tmp_path):
-    ((sentence, step),) = run_forked(save_behind, 1, tmp_path)
+    ((sentence, step),) = run_ranks(save_behind, 1, tmp_path)
     assert sentence.startswith(
         f"checkpoint {tmp_path / 'checkpoint'} of step 1 not saved: its peers have merged 2 steps"
     )
@@ -361,9 +361,9 @@ def test_rank_that_has_not_applied_all_merged_steps_says_that_it_saves_nothing(t
 
 
 def test_unfinished_checkpoint_is_no_checkpoint(tmp_path):
-    run_forked(replaced, 1, tmp_path)
+    run_ranks(replaced, 1, tmp_path)
     (tmp_path / "checkpoint" / "step2" / "state.json").unlink()
-    (outcome,) = run_forked(load, 1, tmp_path / "checkpoint", outcomes=True)
+    (outcome,) = run_ranks(load, 1, tmp_path / "checkpoint", outcomes=True)
     assert "no checkpoint in" in outcome.message
 
 
@@ -395,7 +395,7 @@ def test_rank_that_dies_at_any_file_operation_of_saving_leaves_a_checkpoint_that
         folder = tmp_path / str(len(steps))
         outcomes = run_forked(die_while_saving, 2, folder, len(steps), outcomes=True)
         died = isinstance(outcomes[0], Raised) and outcomes[0].kind == "Killed"
-        (step,) = set(run_forked(load, 2, folder / "checkpoint"))
+        (step,) = set(run_ranks(load, 2, folder / "checkpoint"))
         steps.append(step)
     assert len(steps) > 20
     assert steps == sorted(steps)

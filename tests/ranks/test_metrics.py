@@ -24,7 +24,7 @@ import pytest
 import torch
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from ranks import die, run_command, run_forked, staged
+from ranks import die, run_command, run_forked, run_ranks, staged
 from repository import ROOT
 from training import TINY, Chain, Signals, Stopper, features, mlp, random_stops
 
@@ -104,7 +104,7 @@ def count_chaos(rank, num_steps):
 
 def test_counters_are_the_sums_of_the_reports_on_every_rank():
     num_steps = 20
-    for rank, (text, reports, numel, nbytes) in enumerate(run_forked(count_chaos, 3, num_steps)):
+    for rank, (text, reports, numel, nbytes) in enumerate(run_ranks(count_chaos, 3, num_steps)):
         own = [report.ranks[rank] for report in reports]
         prediction = DdpPrediction()
         expected = {
@@ -164,7 +164,7 @@ def count_drawn(rank, num_steps):
 
 
 def test_micro_batches_that_ranks_draw_are_counted():
-    ranks = run_forked(count_drawn, 2, 4)
+    ranks = run_ranks(count_drawn, 2, 4)
     assert sum(done for _, done in ranks) == 4 * 8
     for text, done in ranks:
         assert values(text, "straggle_micro_batches_total") == {(): done}
@@ -256,7 +256,7 @@ def test_taken_port_is_skipped_and_a_closed_one_is_free():
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         taken = holder.getsockname()[1]
-        (first, second), texts = run_forked(ports, 1, taken)[0]
+        (first, second), texts = run_ranks(ports, 1, taken)[0]
     assert taken < first < second
     assert texts[0] == texts[1]
 
@@ -327,7 +327,7 @@ def stall_clients(rank, security):
 @pytest.mark.parametrize("tls", [False, True])
 def test_silent_client_holds_neither_steps_nor_the_end_of_the_job(tls, certificates):
     security = Security(certfile=certificates / "server.pem", keyfile=certificates / "server.key") if tls else None
-    assert run_forked(stall_clients, 1, security) == [True]
+    assert run_ranks(stall_clients, 1, security) == [True]
 
 
 TLS = {"certfile": "server.pem", "keyfile": "server.key"}
@@ -464,7 +464,7 @@ def write_targets(rank, folder, error):
 
 @pytest.mark.parametrize("error", [False, True])
 def test_each_rank_writes_where_it_is_and_only_a_clean_end_takes_it_back(error, tmp_path):
-    results = run_forked(write_targets, 2, str(tmp_path / "targets"), error)
+    results = run_ranks(write_targets, 2, str(tmp_path / "targets"), error)
     for written, url, answered in results:
         assert written == [
             {"targets": [url.removeprefix("http://").removesuffix("/metrics")], "labels": {"run": "nightly"}}
@@ -543,11 +543,11 @@ def scrape_a_stuck_rank(rank, folder):
 
 
 def test_lag_and_time_since_the_last_step_are_live_while_a_rank_is_stuck(tmp_path):
-    (seen, caught_up), (_, caught_up_1) = run_forked(scrape_a_stuck_rank, 2, str(tmp_path))
+    (seen, caught_up), (_, caught_up_1) = run_ranks(scrape_a_stuck_rank, 2, str(tmp_path))
     first, second = seen
     assert values(first, "straggle_lag_steps")[()] >= 3
     assert values(first, "straggle_steps_total") == {(): 3.0}
-    assert values(second, "straggle_since_step_seconds")[()] - values(first, "straggle_since_step_seconds")[()] >= 0.01
+    assert values(second, "straggle_since_step_seconds")[()] - values(first, "straggle_since_step_seconds")[()] > 0.0099
     assert caught_up == {(): 0.0}
     assert caught_up_1 == {(): 0.0}
 
@@ -565,7 +565,7 @@ def count_late_comers(rank):
 
 
 def test_no_step_is_lost_to_a_slow_observer():
-    for before, after in run_forked(count_late_comers, 2):
+    for before, after in run_ranks(count_late_comers, 2):
         assert before <= 1.0  # the observer is slow in the first step
         assert after == 50.0
 
@@ -581,7 +581,7 @@ def hook_steps(rank):
 
 
 def test_hook_is_called_after_each_step_until_it_is_removed():
-    assert run_forked(hook_steps, 2) == [[(0, True), (1, True)]] * 2
+    assert run_ranks(hook_steps, 2) == [[(0, True), (1, True)]] * 2
 
 
 def test_metrics_need_not_be_installed_for_the_core():
@@ -674,7 +674,7 @@ def lose_a_rank(rank):
 
 
 def test_rank_that_left_is_named_and_counted_by_reason():
-    first, killed, last = run_forked(lose_a_rank, 3, outcomes=True)
+    first, killed, last = run_ranks(lose_a_rank, 3, outcomes=True)
     assert killed.kind == "Killed"
     for kinds, num_members, values in (first, last):
         assert kinds == ("silent",)

@@ -5,13 +5,12 @@ import time
 
 import pytest
 import torch
-from ranks import digest, run_forked, staged
+from ranks import digest, run_ranks, staged
 from torch.utils.data import DataLoader, Dataset
 from training import features, mlp
 
 from straggle import AutoDeadline, DealtLoader, FixedDeadline, LateLoader, Rebalance
 
-pytestmark = pytest.mark.slow  # ranks sleep, for tens of steps
 ROWS = 8
 SLOW = 1
 
@@ -58,7 +57,7 @@ def train(rank, steps, sample_s, slow_sample_s, delay_s, deadline=None):
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_samples_that_a_rank_loads_slowly_go_to_the_others_until_all_take_as_long(world_size):
-    results = run_forked(train, world_size, 60, 0.004, 0.012, 0.0)
+    results = run_ranks(train, world_size, 60, 0.004, 0.012, 0.0)
     assert len({repr(shares) for shares, *_ in results}) == 1
     assert len({parameters for *_, parameters in results}) == 1
     others = ROWS * world_size * 3 / (3 * (world_size - 1) + 1)  # per sample it takes three times as long
@@ -69,7 +68,7 @@ def test_samples_that_a_rank_loads_slowly_go_to_the_others_until_all_take_as_lon
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_rank_with_a_fixed_delay_keeps_its_share_and_is_named_with_its_place_and_what_to_do(world_size):
-    results = run_forked(train, world_size, 45, 0.0, 0.0, 0.2)
+    results = run_ranks(train, world_size, 45, 0.0, 0.0, 0.2)
     assert results[0][0][-1] == (ROWS,) * world_size
     (words,) = results[0][1]
     assert int(words.split()[1].strip(":")) >= 19
@@ -79,7 +78,7 @@ def test_rank_with_a_fixed_delay_keeps_its_share_and_is_named_with_its_place_and
 
 
 def test_what_is_said_to_do_helps():
-    results = run_forked(train, 4, 80, 0.0, 0.0, 0.2, AutoDeadline())
+    results = run_ranks(train, 4, 80, 0.0, 0.0, 0.2, AutoDeadline())
     shares, (words,), late, *_ = results[0]
     assert "its deadline stops it there; look what it waits for, or leave it out" in words
     assert sum(late[-40:]) > 20  # its peers go on without it
@@ -88,12 +87,12 @@ def test_what_is_said_to_do_helps():
 
 
 def own_loop(rank, load, deadline):
-    """`Rebalance` in a loop of one's own: what is said, and how many batches were loaded for 60 steps."""
+    """`Rebalance` in a loop of one's own: what is said, and how many batches were loaded for 40 steps."""
     heard = []
     handler = logging.Handler()
     handler.emit = lambda record: heard.append(record.getMessage())
     logging.getLogger("straggle.data.rebalance").addHandler(handler)
-    data = Data(16 * 60, 0.0, 0.1 * (rank == SLOW))
+    data = Data(16 * 40, 0.0, 0.1 * (rank == SLOW))
     with staged(mlp(), deadline=deadline) as model:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         rebalance = Rebalance(model, total=16)
@@ -122,8 +121,8 @@ LOAD = "write for batch in straggle.LateLoader(model, loader)"
     ],
 )
 def test_loop_of_ones_own_is_told_what_keeps_a_late_rank_from_loading_for_each_step(deadline, told):
-    ((words,), _), (_, num_loads) = run_forked(own_loop, 2, plain, deadline)
+    ((words,), _), (_, num_loads) = run_ranks(own_loop, 2, plain, deadline)
     assert words.endswith(told)
-    assert num_loads == 60
-    *_, (_, num_loads) = run_forked(own_loop, 2, LateLoader, AutoDeadline())
-    assert num_loads < 60
+    assert num_loads == 40
+    *_, (_, num_loads) = run_ranks(own_loop, 2, LateLoader, AutoDeadline())
+    assert num_loads < 40
