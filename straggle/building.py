@@ -23,6 +23,7 @@ from straggle import world
 from straggle.backward.loop_hooks import CallBracket
 from straggle.loop.drops import DropLog, Names
 from straggle.loop.hook_registers import HookRegisters
+from straggle.loop.kept_state import KeptState
 from straggle.loop.model_parts import ModelParts, Options, make_alike, model_parts, rank_parts
 from straggle.loop.optimizer_steps import OptimizerSteps
 from straggle.loop.plans import Planning, Replanning
@@ -262,6 +263,7 @@ def _attach(members: Members, module: nn.Module, built: Built, hooks: MembersHoo
         begin_with_plan=built.planning.begin_with,
         shared={
             "straggle.joins": built.joins,
+            "straggle.kept": KeptState(parts.opened),
             "straggle.estimator": SharedMemory(parts.options.estimator, module),
             "straggle.pulling": built.wings.pulling,
             "straggle.state": parts.state,

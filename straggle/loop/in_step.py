@@ -31,6 +31,7 @@ class LeftStep:
 
     ``left_at``: how often it had asked whether to go on when it was late in it; ``None``: it was not. ``usable``: on
     the device, whether it is to change anything. ``buffers``: its merged gradients, as long as anybody has one.
+    ``given``: those that a peer had then, from whose state this rank goes on.
     """
 
     passes: Passes
@@ -39,6 +40,16 @@ class LeftStep:
     stood_in: bool = False
     usable: Tensor | None = None
     buffers: weakref.ref[StageBuffers] | None = None
+    given: Sequence[Tensor | None] | None = None
+
+    @property
+    def views(self) -> Sequence[Tensor | None]:
+        """The merged gradients that may still lie in ``p.grad``."""
+        if self.given is not None:
+            return self.given
+        # only a weak reference: who keeps no gradient lets the buffers be used again
+        buffers = None if self.buffers is None else self.buffers()
+        return () if buffers is None else buffers.views
 
 
 class EarlySteps:

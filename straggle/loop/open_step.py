@@ -118,14 +118,12 @@ class OpenStep(PassWatcher):
             self._vote.begin(self._training.step, stood_in=self.last.stood_in)
         if self.unreached.there:
             self.unreached.clear()
-        # only a weak reference: who keeps no gradient lets the buffers be used again
-        last = None if self.last.buffers is None else self.last.buffers()
         rule = entry.rule or self._by_clock
         idle = entry.idle and not rule.stops_idle
         self._now = InStep(
             entry,
             NoData(self._training) if idle else rule,
-            kept=self._source.keep(() if last is None else last.views),
+            kept=self._source.keep(self.last.views),
             idle=idle,
             left=step.num_microbatches * len(self._slots),
             most=max(1, 3 * len(self._slots) // 4),
@@ -148,6 +146,19 @@ class OpenStep(PassWatcher):
         self._last_kept = (NONE, ())
         if plan is not None:
             self.groups.follow(plan)
+
+    def give_kept(self) -> dict[str, Any]:
+        """Between two steps: the gradients that may be kept, and those that were, for a rank that comes back."""
+        self.unreached.clear()  # as on entering: these zeros are nobody's gradients
+        decision, own = self._last_kept
+        return {"there": self._source.keep(self.last.views).of_last_step(), "decision": decision, "own": list(own)}
+
+    def take_kept(self, state: Mapping[str, Any]) -> None:
+        """A peer's, in the place of this rank's own: the next step knows them as those of the step before."""
+        self.unreached.clear()
+        there = {index: torch.empty_like(self._slots[index].tensor).copy_(own) for index, own in state["there"].items()}
+        self.last = replace(self.last, given=self._source.keep(self.last.views).exchange(there))
+        self._last_kept = state["decision"], tuple(state["own"])
 
     # -- what others see of the step that it is in, or was in last
 
@@ -705,7 +716,7 @@ class OpenStep(PassWatcher):
     def _put_in_place(self, merged: Round) -> None:
         """Give every parameter its merged gradient, and every buffer its merged value: the same on every rank."""
         kept, views = self._now.kept.gradients, merged.buffers.views
-        self.last = replace(self.last, buffers=weakref.ref(merged.buffers), usable=None)
+        self.last = replace(self.last, buffers=weakref.ref(merged.buffers), usable=None, given=None)
         if merged.buffers.is_queued:
             # before the first kernel that reads the buffers, in the order of this thread's queue
             merged.come_after(self._rank.channel, self._rank.where(merged.step))

@@ -28,7 +28,7 @@ class KeptGradients:
     """
 
     def __init__(
-        self, parameters: Sequence[HasGradient], merged: Sequence[Tensor] = (), *, is_queued: bool = False
+        self, parameters: Sequence[HasGradient], merged: Sequence[Tensor | None] = (), *, is_queued: bool = False
     ) -> None:
         self._parameters, self._is_queued = parameters, is_queued
         there = zip(count(), (parameter.grad for parameter in parameters), merged, strict=False)
@@ -42,6 +42,19 @@ class KeptGradients:
     def mark(self) -> int:
         """A number for the set of kept gradients, exact in float32; `UNDECIDED` before it is known."""
         return mark_of(self.gradients) if self.decided else UNDECIDED
+
+    def of_last_step(self) -> dict[int, Tensor]:
+        """On entering: those that are still there of the step before, and may be kept."""
+        there = ((index, parameter.grad) for index, parameter in enumerate(self._parameters))
+        return {index: own for index, own in there if own is not None and self._entered.was_there(index, own)}
+
+    def exchange(self, given: Mapping[int, Tensor]) -> list[Tensor | None]:
+        """On entering: a peer's take the place of those `of_last_step`; as ``merged`` for the next one of these."""
+        for index in self.of_last_step():
+            self._parameters[index].grad = None
+        for index, gradient in given.items():
+            self._parameters[index].grad = gradient
+        return [own.grad if index in given else None for index, own in enumerate(self._parameters)]
 
     def set_aside(self) -> None:
         """A backward pass begins: the gradients present now are kept, if the pass has one for any parameter."""

@@ -87,7 +87,7 @@ class ReplicatedSource:
     def step_over(self, *, left: bool) -> None:
         """Nothing is left of its passes but their graphs."""
 
-    def keep(self, merged: Sequence[Tensor]) -> KeptGradients:
+    def keep(self, merged: Sequence[Tensor | None]) -> KeptGradients:
         """A step is entered: what is in ``p.grad``."""
         return KeptGradients(self.all, merged, is_queued=device_of(self.all[0].device).is_queued)
 

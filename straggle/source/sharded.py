@@ -109,7 +109,7 @@ class ShardedSource(ReplicatedSource):
         self._hooks = UnitHooks(self._module, self.all, observer, self._shards, self._states, self.follow_reduction)
         return self._hooks
 
-    def keep(self, merged: Sequence[Tensor]) -> KeptGradients:
+    def keep(self, merged: Sequence[Tensor | None]) -> KeptGradients:
         self._settings = self._states.settings()
         return KeptGradients(self._shards, merged, is_queued=device_of(self.slots[0].device).is_queued)
 

@@ -113,7 +113,7 @@ class GradientSource(Protocol):
         Raises ``RuntimeError`` if gradients of the step are where they cannot be merged.
         """
 
-    def keep(self, merged: Sequence[Tensor]) -> KeptGradients:
+    def keep(self, merged: Sequence[Tensor | None]) -> KeptGradients:
         """A step is entered: the gradients that are there already; ``merged``: those of the step before."""
 
     def place(self, gradients: Sequence[Tensor | None]) -> None:

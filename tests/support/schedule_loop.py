@@ -133,9 +133,9 @@ class Loop:
     def _one_step(self) -> bool:
         """One step; whether it was this process's last one."""
         rank, schedule, model, departure = self.rank, self.schedule, self.model, None
-        before = gradients_of(self.module)
         seen, self._away_s = Seen(rank.now, away_s=self._away_s), 0.0
         with model.step(schedule.num_microbatches) as opened:
+            before = gradients_of(self.module)  # a rank that comes back has those of its peers by now
             if schedule.raises == (rank.number, self._step):
                 raise OwnError
             departure = opened.departure

@@ -177,8 +177,7 @@ def _with_more(chance: random.Random, schedule: Schedule, length_s: float) -> Sc
     )
     now_and_then(0.9, faults=turns)
     now_and_then(0.25, buffers=pick(["mean", "mean", "rank0"]))
-    if not schedule.members:  # a rank that comes back has none of the gradients that its peers kept
-        now_and_then(0.3, zero_every=pick([2, 3]))
+    now_and_then(0.3, zero_every=pick([2, 3]))
     now_and_then(0.15, quorum=pick([1, ranks - 1, ranks]))
     now_and_then(0.05, max_lag=0)
     now_and_then(0.15, deadline=pick(["Shadow", "DropBudget", "Auto", "FirstK"]))

@@ -45,6 +45,7 @@ class ShardedSchedule:
     reshard: bool = True
     weighs: bool = False
     slow: tuple[float, ...] = ()
+    zero_every: int = 1  # steps until the loop zeros gradients
     faults: tuple[Fault, ...] = ()
 
     @property
@@ -72,7 +73,8 @@ def draw(seed: int) -> ShardedSchedule:
     )
     length_s = schedule.steps * 0.08 * schedule.num_microbatches
     faults = tuple(_fault(chance, schedule, length_s) for _ in range(pick([0, 1, 1, 2, 3])))
-    return replace(schedule, faults=faults)
+    zero_every = random.Random(f"more sharded {seed}").choice([1, 1, 2, 3])
+    return replace(schedule, faults=faults, zero_every=zero_every)
 
 
 def _fault(chance: random.Random, schedule: ShardedSchedule, length_s: float) -> Fault:
@@ -117,6 +119,7 @@ class Loop:
         self._rank, self._schedule = rank, schedule
         self._layer_s = LAYER_S * dict(enumerate(schedule.slow)).get(rank.number, 1.0)
         self._problems: list[str] = []
+        self._before: list[Tensor | None] = []
 
     def run(self) -> list[str]:
         """Train; what did not hold on this rank."""
@@ -149,14 +152,16 @@ class Loop:
             self._train(model, step)
             assert model.last_report is not None
             self._look(net, names, model.last_report)
-            net.zero_grad()
             step = model.last_report.step + 1
+            if step % schedule.zero_every == 0:
+                net.zero_grad()
         model.close()
         return self._problems
 
     def _train(self, model: StagedDataParallel, step: int) -> None:
         schedule = self._schedule
         with model.step(num_microbatches=schedule.num_microbatches) as opened:
+            self._before = shards_of(model.module)  # a rank that comes back has those of its peers by now
             if schedule.weighs:
                 opened.weight = 1.0 + self._rank.number // schedule.shards
             for part in range(schedule.num_microbatches):
@@ -165,7 +170,7 @@ class Loop:
 
     def _look(self, net: nn.Module, names: list[str], report: StepReport) -> None:
         place = self._rank.number % self._schedule.shards
-        own = [None if p.grad is None else p.grad.to_local().detach().clone() for p in net.parameters()]
+        own = shards_of(net)
         self._rank.note(
             step=report.step,
             shard=place,
@@ -175,9 +180,11 @@ class Loop:
         )
         if self._schedule.num_microbatches > 1 and any(0 < share < 1 for of in report.ranks for share in of.stages):
             return  # which micro-batches are whose part of a mean is the other sweep's
-        for name, got, expected in zip(names, own, self._expected(report, names, place), strict=True):
-            if expected is None:
+        merged = self._expected(report, names, place)
+        for name, got, before, new in zip(names, own, self._before, merged, strict=True):
+            if new is None:
                 continue
+            expected = new if before is None else new + before
             if got is None or not torch.allclose(got, expected, rtol=TOLERANCE, atol=1e-6):
                 shares = {of.rank: (of.weights, of.stages, of.cause) for of in report.ranks}
                 self._problems.append(f"step {report.step}, {name}: {got} and not {expected}; {shares}")
@@ -206,6 +213,11 @@ class Loop:
             chunks = torch.chunk(total, schedule.shards)
             found.append(chunks[place] if place < len(chunks) else total[:0])
         return found
+
+
+def shards_of(net: nn.Module) -> list[Tensor | None]:
+    """This rank's shards of the gradients that are there."""
+    return [None if own.grad is None else own.grad.to_local().detach().clone() for own in net.parameters()]
 
 
 def stage_parameters(stage: str, names: list[str]) -> list[str]:

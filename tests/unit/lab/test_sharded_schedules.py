@@ -1,7 +1,7 @@
 """Sharded replicas in the simulated world: drawn jobs against what each rank is known to compute."""
 
 import pytest
-from sharded_schedules import draw, own_gradients, problems_of
+from sharded_schedules import ShardedSchedule, draw, own_gradients, problems_of
 
 from straggle.lab.world.faults import Freeze, Kill
 
@@ -9,6 +9,12 @@ from straggle.lab.world.faults import Freeze, Kill
 @pytest.mark.parametrize("seed", [1, 4, 9])
 def test_what_must_hold_does_in_schedules_that_are_drawn(seed):
     assert problems_of(draw(seed)) == []
+
+
+def test_replica_that_comes_back_has_the_gradients_that_its_peers_have_kept():
+    frozen = (Freeze(0, 0.3, 2.6),)
+    schedule = ShardedSchedule(1, 2, steps=40, members=True, zero_every=3, slow=(4.0,) * 4, faults=frozen)
+    assert problems_of(schedule) == []
 
 
 def test_draws_have_members_and_none_and_faults_of_both():

@@ -194,6 +194,10 @@ def test_what_must_hold_does_in_schedules_that_are_drawn(seed):
 
 
 FOUND: list[Schedule] = [
+    # gradients are kept over two steps: who comes back, as a new process or in place, has those of its peers, too
+    Schedule(1, 3, 12, True, zero_every=3, faults=(Kill(1, 0.4, 0.5),)),
+    Schedule(2, 3, 30, True, max_lag=2, zero_every=3, faults=(Stall(1, 0.4, 2.0),)),
+    Schedule(3, 3, 30, True, zero_every=5, faults=(Freeze(1, 0.6, 3.0),)),
     # not up to date when all loops end: its stand-in has begun the step after the last, and is left alone in it
     Schedule(
         2,
