@@ -374,7 +374,8 @@ class WorldJob(Job):
         while not condition():
             raised = {rank: own for rank, own in self._results.items() if isinstance(own, Raised)}
             if self._world.scheduler.now > until:
-                raise AssertionError(f"not within {limit_s} s: {what}; raised: {raised}\n{self.log()}")
+                places = self._world.scheduler.places()
+                raise AssertionError(f"not within {limit_s} s: {what}; raised: {raised}{places}\n{self.log()}")
             self._world.run_for(_POLL_S)
 
     def close(self) -> None:

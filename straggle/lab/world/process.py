@@ -79,6 +79,27 @@ def _add_handler(logger: logging.Logger, handler: logging.Handler) -> None:
     _real_add_handler(logger, handler)
 
 
+class _OfProcess:
+    """A filter that a rank adds to a logger: it is asked in its process alone."""
+
+    def __init__(self, asked: Callable[[logging.LogRecord], Any]) -> None:
+        self._own, self._asked = world.process(), asked
+
+    def __call__(self, record: logging.LogRecord) -> Any:
+        return world.process() != self._own or self._asked(record)
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other == self._asked
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _add_filter(logger: logging.Logger, asked: Any) -> None:
+    if isinstance(threading.current_thread(), Thread):
+        asked = _OfProcess(getattr(asked, "filter", asked))
+    logging.Filterer.addFilter(logger, asked)
+
+
 def _clock(scheduler: Scheduler) -> float:
     scheduler.switch()  # so that a loop which reads it until some time passes that time
     return scheduler.monotonic()
@@ -113,6 +134,7 @@ def entered(scheduler: Scheduler, handlers: dict[tuple[int, int], Callable[..., 
         patch.multiple(time, sleep=_in_world(scheduler.sleep, time.sleep), **clocks),
         patch.multiple(optimizer, **hooks),
         patch.object(logging.Logger, "addHandler", _add_handler),
+        patch.object(logging.Logger, "addFilter", _add_filter),
         patch.multiple(
             signal,
             signal=_in_world(set_handler, signal.signal),

@@ -8,6 +8,7 @@ the same one again.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import random
 import sys
@@ -20,6 +21,7 @@ from typing import Any
 SWITCH_S = 5e-6  # of virtual time that passes until the next thread runs, in the mean
 OUTSIDE_S = 60.0  # real seconds after which a thread that runs must have asked the world for something
 _OWN = ("/lab/world/", "/threading.py", "/concurrent/futures/")  # files whose frames say nothing of where a thread is
+_numbers = itertools.count()
 
 
 class Ended(BaseException):
@@ -93,6 +95,7 @@ class Scheduler:
     """Threads, timers and the time of one world. ``longest_s``: virtual seconds after which it is `Broken`."""
 
     def __init__(self, seed: int, longest_s: float) -> None:
+        self._number = next(_numbers)  # of all worlds: what processes of another have left behind is not this one's
         self.random = random.Random(seed)
         self.now = 0.0
         self.num_switches = 0
@@ -154,9 +157,10 @@ class Scheduler:
         return self._is_ending or thread.process in self.dead
 
     def process(self) -> tuple[str, int]:
-        """That of the thread that calls; of one that has ended, or that the world has not made, it is none."""
+        """That of the thread that calls, of all worlds; of one that has ended, or is not the world's, it is none."""
         me = threading.current_thread()
-        return "simulated", me.process if isinstance(me, Thread) and not self.has_ended(me) else -1
+        number = me.process if isinstance(me, Thread) and not self.has_ended(me) else -1
+        return f"simulated {self._number}", number
 
     def switch(self) -> None:
         """Another thread may run here."""
@@ -230,10 +234,13 @@ class Scheduler:
     def broken(self, what: str) -> Broken:
         """The world ends here, with an error that says so; the caller raises it."""
         if self._broken is None:
-            left = (thread for thread in self.threads if not (thread.is_over or thread.process in self.dead))
-            places = "".join(f"\n  rank {own.rank}, {own.name}: {own.place()}" for own in left)
-            self._broken = Broken(f"at {self.now:.6f} s: {what}{places}")
+            self._broken = Broken(f"at {self.now:.6f} s: {what}{self.places()}")
         return self._broken
+
+    def places(self) -> str:
+        """Where each thread is, a line each."""
+        left = (thread for thread in self.threads if not (thread.is_over or thread.process in self.dead))
+        return "".join(f"\n  rank {own.rank}, {own.name}: {own.place()}" for own in left)
 
     def over(self, thread: Thread) -> None:
         """A thread has come to its end."""
