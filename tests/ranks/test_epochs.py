@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from members import run_forked_job
+from members import run_job
 from ranks import run_forked, staged
 from torch.utils.data import DataLoader, Dataset
 from training import Ahead, Stopper, features, mlp
@@ -162,11 +162,10 @@ def counted(folder, brought, world_size):
     return seen
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("leaves", "rebalanced"), [("killed", False), ("stopped", False), ("killed", True)])
 def test_every_sample_of_each_epoch_is_merged_once_though_a_rank_leaves_and_comes_back(leaves, rebalanced, tmp_path):
     num_samples = 3 * 4 * 50 + 7
-    with run_forked_job(3, train, str(tmp_path), num_samples, 2, rebalanced) as job:
+    with run_job(3, train, str(tmp_path), num_samples, 2, rebalanced) as job:
         job.walk(15)
         job.kill(1) if leaves == "killed" else job.stop(1)
         job.walk(20, [0, 2])

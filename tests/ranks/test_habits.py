@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from job_loop import plain
-from members import run_forked_job
+from members import run_job
 from ranks import digest, staged
 
 from straggle import Elastic, FixedDeadline, LateHandling
@@ -43,6 +43,7 @@ def evaluate_alone(rank, board, who, how, until, limit_s):
                         how != "pause" or time.monotonic() < began + 1
                     ):
                         (model if how == "model" else model.module)(torch.ones(2, 4))
+                        time.sleep(0.005)
                 board.note(rank, step)
         return digest(model.module.parameters()), model.healing_report.num_states, model.member_ranks
 
@@ -50,7 +51,7 @@ def evaluate_alone(rank, board, who, how, until, limit_s):
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize("how", ["model", "module"])
 def test_rank_that_works_alone_for_too_long_is_told_what_to_write_in_time_and_comes_back(who, how):
-    with run_forked_job(2, evaluate_alone, who, how, 40, 60.0) as job:
+    with run_job(2, evaluate_alone, who, how, 40, 60.0) as job:
         job.walk(80)
         job.meet()
         outcomes = job.finish()
@@ -67,7 +68,7 @@ def test_rank_that_works_alone_for_too_long_is_told_what_to_write_in_time_and_co
 
 
 def test_rank_that_works_alone_in_a_pause_is_waited_for_and_told_nothing():
-    with run_forked_job(2, evaluate_alone, 0, "pause", 1000, 1.5) as job:
+    with run_job(2, evaluate_alone, 0, "pause", 1000, 1.5) as job:
         job.walk(40)
         outcomes = job.finish()
         log = job.log()
@@ -104,7 +105,7 @@ def catch_errors(rank, board, name):
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_error_of_a_collective_names_who_left_and_the_loop_that_catches_it_goes_on(name):
-    with run_forked_job(3, catch_errors, name) as job:
+    with run_job(3, catch_errors, name) as job:
         job.walk(12)
         job.kill(1)
         job.walk(25, [0, 2])

@@ -4,13 +4,12 @@ import time
 
 import pytest
 import torch
-from members import run_forked_job
-from ranks import Raised, die, digest, run_forked
+from members import run_job
+from ranks import Raised, die, digest, run_ranks
 from training import Chain, features, grads, mlp
 
 from straggle import Elastic, StagedDataParallel
 
-pytestmark = pytest.mark.slow
 NUM_PARTS, DIES_IN, STEPS = 12, 4, 9
 
 
@@ -38,7 +37,7 @@ def one_dies(rank):
 
 
 def test_what_a_dead_member_had_drawn_is_dropped_once_and_the_others_draw_on():
-    *ends, dead = run_forked(one_dies, 3, outcomes=True)
+    *ends, dead = run_ranks(one_dies, 3, outcomes=True)
     assert isinstance(dead, Raised)
     assert dead.kind == "Killed"
     (first, reports), (second, _) = ends
@@ -105,7 +104,7 @@ def one_freezes(rank, board):
 
 
 def test_what_a_frozen_rank_had_drawn_is_drawn_by_the_others_and_counts_once_though_it_wakes():
-    with run_forked_job(3, one_freezes) as job:
+    with run_job(3, one_freezes) as job:
         job.wait((job.folder / "in its second").exists, "rank 2 is in its second micro-batch")
         job.stop(2)
         job.wait(lambda: min(job.board.made(0), job.board.made(1)) > FROZEN_IN + 2, "the others go on")
@@ -153,7 +152,7 @@ def one_comes_back(rank, board):
 
 
 def test_rank_that_comes_to_a_step_which_was_submitted_for_it_draws_nothing_that_would_be_lost():
-    with run_forked_job(3, one_comes_back) as job:
+    with run_job(3, one_comes_back) as job:
         job.wait(lambda: min(map(job.board.made, range(3))) > 3, "all have made some steps")
         job.kill(2)
         job.wait(lambda: min(job.board.made(0), job.board.made(1)) > job.board.made(2) + 3, "the others go on")

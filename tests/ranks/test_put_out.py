@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from members import Board, run_forked_job
+from members import Board, run_job
 from ranks import digest, staged
 from training import features, mlp
 
-from straggle import Elastic
+from straggle import Elastic, world
 from straggle.members.put_out import PutOut
 from straggle.members.slow_members import AFTER_LOOKS
 from straggle.merge.rows.table import Table
@@ -66,6 +65,12 @@ class Impaired:
         setattr(put_out, "merged", shown)  # noqa: B010 - a method
 
 
+def judge(member, links) -> None:
+    """In the middle of the merge."""
+    time.sleep(0.2)
+    member.judge_long_merge(links)
+
+
 def train(rank, board: Board, impaired: Impaired, found_by=None):
     """Its parameters, the members' changes, and each step's report.
 
@@ -79,7 +84,7 @@ def train(rank, board: Board, impaired: Impaired, found_by=None):
         model.register_members_hook(changes.append)
         for step in range(NUM_STEPS):
             if step == SLOW_FROM and rank == found_by:
-                threading.Timer(0.2, model._members.member.judge_long_merge, [impaired.links()]).start()
+                world.Thread(target=judge, args=(model._members.member, impaired.links())).start()
             with model.step():
                 while found_by is not None and rank == impaired.rank and step == SLOW_FROM >= board.made(found_by):
                     time.sleep(0.01)
@@ -92,11 +97,10 @@ def train(rank, board: Board, impaired: Impaired, found_by=None):
     return digest(model.parameters()), changes, reports
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.5, 0.05])
 def test_rank_with_a_slow_link_is_put_out_and_let_in_again_when_it_is_back(share):
     slow = 0  # which has led the others until then
-    with run_forked_job(NUM_RANKS, train, Impaired(slow, share)) as job:
+    with run_job(NUM_RANKS, train, Impaired(slow, share)) as job:
         results = [job.result(rank) for rank in range(NUM_RANKS)]
         log = job.log()
     assert len({own[0] for own in results}) == 1, log
@@ -111,12 +115,11 @@ def test_rank_with_a_slow_link_is_put_out_and_let_in_again_when_it_is_back(share
     assert sum(report.ranks[slow].reach == 1 for report in reports[-10:]) > 5, log
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("slow", [2, 0])
 def test_rank_is_put_out_in_the_middle_of_a_merge_that_is_long_because_of_its_link(slow):
     never_between_steps = Impaired(slow, found=False)
     found_by = 1 - min(slow, 1)  # the lowest of those that are left
-    with run_forked_job(NUM_RANKS, train, never_between_steps, found_by) as job:
+    with run_job(NUM_RANKS, train, never_between_steps, found_by) as job:
         results = [job.result(rank) for rank in range(NUM_RANKS)]
         log = job.log()
     assert len({own[0] for own in results}) == 1, log

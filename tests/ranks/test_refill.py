@@ -2,15 +2,14 @@
 
 import pytest
 from job_loop import Loop, absent, check_equal, gives_again, joined, left, plain, train
-from members import run_forked_job
+from members import run_job
 
 AGAIN = "the job's store was restarted"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 2])
 def test_rank_that_dies_after_the_store_was_restarted_comes_back(killed):
-    with run_forked_job(3, train, Loop(plain), served=True) as job:
+    with run_job(3, train, Loop(plain)) as job:
         peers = [rank for rank in range(3) if rank != killed]
         job.walk(10)
         job.kill_store()
@@ -31,9 +30,8 @@ def test_rank_that_dies_after_the_store_was_restarted_comes_back(killed):
     assert len(absent(witness, killed)) >= 20
 
 
-@pytest.mark.slow
 def test_rank_that_dies_with_the_store_is_put_out_and_comes_back():
-    with run_forked_job(3, train, Loop(plain), served=True) as job:
+    with run_job(3, train, Loop(plain)) as job:
         job.walk(10)
         job.kill_store()
         job.kill(1)
@@ -46,9 +44,8 @@ def test_rank_that_dies_with_the_store_is_put_out_and_comes_back():
     assert set(left(outcomes[0])) == joined(outcomes[0]) == {1}
 
 
-@pytest.mark.slow
 def test_rank_that_was_stopped_while_the_store_was_restarted_does_not_bring_back_the_old_view():
-    with run_forked_job(3, train, Loop(plain), served=True) as job:
+    with run_job(3, train, Loop(plain)) as job:
         job.walk(10)
         job.stop(2)
         job.walk(20, [0, 1])  # it is out, and does not know it

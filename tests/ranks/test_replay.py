@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from members import run_forked_job
+from members import run_job
 from queued_device import queued_device
 from ranks import digest, run_forked, staged
 from torch import nn
@@ -150,7 +150,7 @@ def record_with_members(rank, board, folder):
 
 
 def test_recording_tells_the_step_in_which_a_rank_was_killed(tmp_path):
-    with run_forked_job(3, record_with_members, tmp_path) as job:
+    with run_job(3, record_with_members, tmp_path) as job:
         job.walk(5)
         job.kill(2)
         job.walk(5, [0, 1])
