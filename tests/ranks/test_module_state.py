@@ -14,7 +14,7 @@ import torch.distributed as dist
 from host_reads import HostReads
 from job_loop import Remembers
 from queued_device import RecordingDevice, queued_device
-from ranks import digest, logged, run_forked, staged
+from ranks import digest, logged, run_forked, run_ranks, staged
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrizations
@@ -321,7 +321,7 @@ def norms(here):
 
 
 def test_buffers_are_merged_whatever_wrappers_call_them():
-    first, second = WORLDS["cpu"].run(norms)
+    first, second = WORLDS["cpu"].run(norms, run=run_forked)
     for kind, state in first.items():
         for name, value in state.items():
             assert torch.equal(second[kind][name], value), f"{kind}: {name}"
@@ -617,7 +617,7 @@ def stall(rank, num_steps):
 
 @pytest.mark.slow
 def test_rank_that_is_stood_in_for_comes_back_to_what_its_peers_hold():
-    results = run_forked(stall, 3, 30)
+    results = run_ranks(stall, 3, 30)
     assert len({state for state, _, _ in results}) == 1
     assert all(different == set() for _, different, _ in results)
     assert all(stood_in >= 2 for _, _, stood_in in results)
@@ -902,7 +902,7 @@ def bad_steps(rank, is_behind, num_steps, device, messages):
 
 @pytest.mark.parametrize("is_behind", [False, True])
 def test_buffer_with_a_bad_number_is_left_out_in_its_step_and_named_in_a_later_one(is_behind):
-    first, second = run_forked(bad_number, 2, is_behind)
+    first, second = run_ranks(bad_number, 2, is_behind)
     total = [sum(x_of(0, number).mean().double().item() for number in range(last + 1)) for last in range(6)]
     for seen, _, finite in (first, second):
         assert [own for own, _ in seen] == pytest.approx(total, rel=1e-6)  # rank 0's in that step
@@ -912,7 +912,7 @@ def test_buffer_with_a_bad_number_is_left_out_in_its_step_and_named_in_a_later_o
 
 
 def test_buffer_with_a_bad_number_in_the_last_step_is_named_at_the_end():
-    (first, said, _), (second, said_too, _) = run_forked(bad_number, 2, False, 4)
+    (first, said, _), (second, said_too, _) = run_ranks(bad_number, 2, False, 4)
     assert (first[-1][1], said) == (0, 0)
     assert (second[-1][1], said_too) == (0, 1)
 

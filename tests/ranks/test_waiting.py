@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from ranks import run_forked, staged
+from ranks import run_forked, run_ranks, staged
 from repository import ROOT
 from stores import store_server
 from training import Signals, features, mlp
@@ -62,9 +62,8 @@ def hang_in_step_3(rank, released_by, give_up_s):
         return handler.lines, model.last_report.step
 
 
-@pytest.mark.slow
 def test_beyond_max_lag_one_peer_logs_once_for_whom_it_waits_and_why():
-    results = run_forked(hang_in_step_3, 3, "logged", 60.0)
+    results = run_ranks(hang_in_step_3, 3, "logged", 60.0)
     assert [step for _, step in results] == [7, 7, 7]
     waiting = [line for lines, _ in results for line in lines if "waiting for" in line]
     assert len(waiting) == 1
@@ -103,7 +102,7 @@ def wait_for_it(rank):
 
 
 def test_collective_that_ends_just_when_the_wait_for_it_is_over_did_not_fail():
-    assert run_forked(wait_for_it, 1) == [0]
+    assert run_ranks(wait_for_it, 1) == [0]
 
 
 class NeverEnds:
@@ -166,7 +165,7 @@ def ask_after_rank_0_gave_up(rank, wait_s):
 
 @pytest.mark.parametrize("wait_s", [0.0, 30.0])
 def test_who_asks_last_learns_whom_the_first_gave_up_and_why(wait_s):
-    words = run_forked(ask_after_rank_0_gave_up, 3, wait_s)
+    words = run_ranks(ask_after_rank_0_gave_up, 3, wait_s)
     assert set(words) == {"the merge: no answer from ranks [1, 2]; rank 2 has been in forward"}
 
 
@@ -203,7 +202,7 @@ def end_early(rank, how, world_size):
     ],
 )
 def test_rank_that_ends_between_two_steps_tells_its_peers_why(how, words, world_size):
-    *peers, _ = run_forked(end_early, world_size, how, world_size, outcomes=True)
+    *peers, _ = run_ranks(end_early, world_size, how, world_size, outcomes=True)
     for peer in peers:
         assert peer.kind == "PeerFailed"
         assert "step 3, stage" in peer.message
@@ -226,7 +225,7 @@ def end_while_wrapping(rank, when):
     ("when", "what"), [("comparison", "the ranks' models"), ("broadcast", "rank 0's parameter 0.weight")]
 )
 def test_rank_that_ends_while_peers_wrap_the_model_tells_them(when, what):
-    peer, _ = run_forked(end_while_wrapping, 2, when, outcomes=True)
+    peer, _ = run_ranks(end_while_wrapping, 2, when, outcomes=True)
     assert peer.kind == "PeerFailed"
     assert "rank 0, before step 0" in peer.message
     assert what in peer.message
@@ -240,7 +239,7 @@ def wrap_without_rank_1(rank):
 
 
 def test_ranks_that_do_not_come_to_wrap_the_model_are_named():
-    end, _ = run_forked(wrap_without_rank_1, 2, outcomes=True)
+    end, _ = run_ranks(wrap_without_rank_1, 2, outcomes=True)
     assert end.kind == "PeerFailed"
     assert (
         "rank 0, before step 0: ranks [1] have not come; each of ranks [0, 1] has to wrap the model, within 0.6 s, the"

@@ -38,9 +38,15 @@ class World:
     def num_ranks(self) -> int:
         return REPLICAS * self.shards
 
-    def run(self, scenario: Callable[..., Any], *args: Any, replicas: int = REPLICAS) -> list[Any]:
-        """What ``scenario(here, *args)`` returns on each rank."""
-        return run_ranks(_here, replicas * self.shards, self, scenario, *args)
+    def run(
+        self,
+        scenario: Callable[..., Any],
+        *args: Any,
+        replicas: int = REPLICAS,
+        run: Callable[..., list[Any]] = run_ranks,
+    ) -> list[Any]:
+        """What ``scenario(here, *args)`` returns on each rank; with ``run=run_forked`` in processes."""
+        return run(_here, replicas * self.shards, self, scenario, *args)
 
     def ranks_of(self, replica: int) -> range:
         return range(self.shards * replica, self.shards * (replica + 1))
