@@ -237,6 +237,7 @@ class OpenStep(PassWatcher):
         return self._finish(step, truncated=True, failed=False)
 
     def _begin_again(self, merged: Round, *, idle: bool) -> None:
+        _log.info("%s: micro-batches were lost, and the step is made again", self._rank.where(merged.step))
         if merged.buffers.is_queued:
             merged.come_after(self._rank.channel, self._rank.where(merged.step))
         if self._state.held:  # each attempt counts in it: ranks have run other parts of the one that is discarded

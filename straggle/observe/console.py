@@ -93,7 +93,8 @@ def _drawn(report: StepReport) -> str:
     parts = [rank.parts for rank in report.ranks if not rank.absent]
     if len(parts) > _RANKS:
         return f"{min(parts)} to {max(parts)}"
-    return ",".join(map(str, parts)) + f" of {report.pool_parts}"
+    again = f", attempt {report.pool_attempts}" if report.pool_attempts > 1 else ""
+    return ",".join(map(str, parts)) + f" of {report.pool_parts}{again}"
 
 
 def print_table(

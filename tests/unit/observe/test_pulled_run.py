@@ -74,11 +74,14 @@ def test_scalars_are_means_over_the_steps_that_had_a_pool():
     assert (taken["straggle/fewest_drawn"], taken["straggle/most_drawn"]) == ((5 + 0) / 2, (9 + 11) / 2)
 
 
-@pytest.mark.parametrize(("num_ranks", "words"), [(4, "drew 9,9,9,5 of 32"), (12, "drew 5 to 9")])
-def test_live_line_has_them(num_ranks, words):
+@pytest.mark.parametrize(
+    ("num_ranks", "attempts", "words"),
+    [(4, 1, "drew 9,9,9,5 of 32\n"), (4, 2, "drew 9,9,9,5 of 32, attempt 2"), (12, 1, "drew 5 to 9")],
+)
+def test_live_line_has_them(num_ranks, attempts, words):
     text = io.StringIO()
     report = next(iter(pulled_run()))
     ranks = [dataclasses.replace(report.ranks[number % 4], rank=number) for number in range(num_ranks)]
     with LiveView(1, console=Console(file=text, width=300)) as view:
-        view.show(dataclasses.replace(report, ranks=tuple(ranks)))
+        view.show(dataclasses.replace(report, ranks=tuple(ranks), pool_attempts=attempts))
     assert words in text.getvalue()
