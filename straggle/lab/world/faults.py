@@ -54,17 +54,10 @@ class Kill:
     def begin(self, job: Job) -> None:
         """Set its timers."""
 
-        def starts() -> None:
-            job.num_to_start -= 1
-            job.scheduler.may_be_over = True
-            if not job.lives(self.rank):
-                job.start(self.rank)
-
         def ends() -> None:
             job.kill(self.rank)
             if self.back_s is not None:
-                job.num_to_start += 1
-                job.scheduler.after(self.back_s, starts)
+                job.start_later(self.rank, self.back_s)
 
         job.at(self.at_s, self.rank, self.turns, ends)
 

@@ -85,7 +85,7 @@ class Job:
 
         def over() -> None:
             is_over.append(True)
-            scheduler.may_be_over = True
+            scheduler.look()
 
         scheduler.after(seconds, over)
         scheduler.run(lambda: bool(is_over))
@@ -115,6 +115,18 @@ class Job:
         self.num_processes += 1
         super(Thread, thread).start()
 
+    def start_later(self, number: int, after_s: float) -> None:
+        """Start one so much later, if none of this rank lives then; until then the job is not over."""
+
+        def starts() -> None:
+            self.num_to_start -= 1
+            self.scheduler.look()
+            if not self.lives(number):
+                self.start(number)
+
+        self.num_to_start += 1
+        self.scheduler.after(after_s, starts)
+
     def lives(self, number: int) -> bool:
         """Whether a process of this rank trains."""
         return not (self.training[number].is_over or self.training[number].process in self.scheduler.dead)
@@ -122,7 +134,7 @@ class Job:
     def kill(self, number: int) -> None:
         """End the process of this rank at once."""
         self.scheduler.dead.add(self.training[number].process)
-        self.scheduler.may_be_over = True
+        self.scheduler.look()
         self.network.lose(number)
 
     def freeze(self, number: int) -> None:
@@ -215,8 +227,7 @@ def simulated(
         if not 0 <= (of := getattr(fault, "rank", 0)) < ranks:
             raise ValueError(f"{fault}: there is no rank {of} of {ranks}")
     load_optional_parts()  # a rank that loaded one later would hold Python's lock of imports where threads take turns
-    scheduler = Scheduler(seed, longest_s)
-    scheduler.on_switch = process.RandomNumbers().switch
+    scheduler = Scheduler(seed, longest_s, process.RandomNumbers().switch)
     server = Server(scheduler)
     network = Network(scheduler, server, ranks)
     own = primitives(scheduler)

@@ -51,6 +51,26 @@ class Thread(threading.Thread):
         self.interrupts: list[Callable[[], object]] = []  # what it calls when it runs next: handlers of signals
         self.joiners: list[Thread] = []
 
+    def begin(self, rank: int, process: int, number: int) -> None:
+        """It is of this process, and the world's so-manyth."""
+        self.rank, self.process, self.number = rank, process, number
+
+    def waits(self) -> object:
+        """It waits from now on; what is returned wakes it."""
+        self.waits_for = token = object()
+        return token
+
+    def is_woken(self, token: object) -> bool:
+        """Whether this was what it waited for; then it waits no longer."""
+        if token is None or self.waits_for is not token:
+            return False
+        self.waits_for = None
+        return True
+
+    def is_at_its_end(self) -> None:
+        """It does nothing more."""
+        self.is_over = True
+
     def start(self) -> None:
         """From now on it is chosen now and then."""
         self.world.add(self)
@@ -92,9 +112,12 @@ def _is_own(file: str) -> bool:
 
 
 class Scheduler:
-    """Threads, timers and the time of one world. ``longest_s``: virtual seconds after which it is `Broken`."""
+    """Threads, timers and the time of one world. ``longest_s``: virtual seconds after which it is `Broken`.
 
-    def __init__(self, seed: int, longest_s: float) -> None:
+    ``on_switch(before, after)`` is called between turns of two processes.
+    """
+
+    def __init__(self, seed: int, longest_s: float, on_switch: Callable[[int, int], None]) -> None:
         self._number = next(_numbers)  # of all worlds: what processes of another have left behind is not this one's
         self.random = random.Random(seed)
         self.now = 0.0
@@ -103,7 +126,7 @@ class Scheduler:
         self.paused: Counter[object] = Counter()  # ranks and threads that are not chosen, and for how many reasons
         self.dead: set[int] = set()  # processes
         self.digest = 0  # of who was chosen, and when: equal in all processes, as hashes of numbers are
-        self.may_be_over = True  # something has happened after which nothing may be left: see `run`
+        self._may_be_over = True  # something has happened after which nothing may be left: see `run`
         self._longest_s = longest_s
         self._ready: list[Thread] = []
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
@@ -118,7 +141,7 @@ class Scheduler:
         self._broken: Broken | None = None
         self._is_ending = False
         self._last = -1  # the process whose thread ran last; that of the caller at first
-        self.on_switch: Callable[[int, int], None] = lambda _before, _after: None  # between two processes
+        self._on_switch = on_switch
 
     # -- what threads of the world call
 
@@ -134,7 +157,7 @@ class Scheduler:
 
     def begin(self, thread: Thread, rank: int, process: int) -> None:
         """It may be chosen from now on, and is of this process."""
-        thread.rank, thread.process, thread.number = rank, process, len(self.threads)
+        thread.begin(rank, process, len(self.threads))
         self.threads.append(thread)
         self._ready.append(thread)
 
@@ -176,7 +199,7 @@ class Scheduler:
             return True
         me = self.check()
         waiters.append(me)
-        me.waits_for = token = object()
+        token = me.waits()
         if timeout is not None:
             self.at(self.now + max(0.0, timeout), lambda: self._wake(me, token))
         self._hand_over(me)
@@ -242,20 +265,24 @@ class Scheduler:
         left = (thread for thread in self.threads if not (thread.is_over or thread.process in self.dead))
         return "".join(f"\n  rank {own.rank}, {own.name}: {own.place()}" for own in left)
 
+    def look(self) -> None:
+        """Something has happened after which nothing may be left to do."""
+        self._may_be_over = True
+
     def over(self, thread: Thread) -> None:
         """A thread has come to its end."""
-        thread.is_over = True
+        thread.is_at_its_end()
         if self._is_ending:
             self._caller.release()
             return
-        self.may_be_over = True
+        self.look()
         self.wake(thread.joiners)
         self._next()
 
     # -- the caller
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Run the threads until that holds, which is asked when it `may_be_over`. Raises `Broken`."""
+        """Run the threads until that holds, which is asked after each `look`. Raises `Broken`."""
         self._until = until
         self._next()
         seen = -1
@@ -274,7 +301,7 @@ class Scheduler:
                 if thread.turn.locked():
                     thread.turn.release()
                 if not self._caller.acquire(timeout=OUTSIDE_S / 10):  # it is outside of the world, and stays there
-                    thread.is_over = True
+                    thread.is_at_its_end()
         self._let(-1)
 
     # -- inside
@@ -291,10 +318,8 @@ class Scheduler:
         self._num_paused += number
 
     def _wake(self, thread: Thread, token: object) -> None:
-        if token is not None and thread.waits_for is token:
-            thread.waits_for = None
-            if thread.process not in self.dead:
-                self._ready.append(thread)
+        if thread.is_woken(token) and thread.process not in self.dead:
+            self._ready.append(thread)
 
     def _hand_over(self, me: Thread) -> None:
         if not self._next(me):
@@ -318,7 +343,7 @@ class Scheduler:
 
     def _let(self, process: int) -> None:
         if process != self._last:
-            self.on_switch(self._last, process)
+            self._on_switch(self._last, process)
             self._last = process
 
     def _choose(self) -> Thread | None:
@@ -349,8 +374,8 @@ class Scheduler:
         """Let timers come that are due; whether the world is over, or broken."""
         while self._timers and self._timers[0][0] <= self.now:
             heapq.heappop(self._timers)[2]()
-        if self.may_be_over:
-            self.may_be_over = False
+        if self._may_be_over:
+            self._may_be_over = False
             if self._until():
                 return True
         if self.now > self._longest_s:
