@@ -4,7 +4,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from ranks import digest, run_forked, staged
+from ranks import digest, run_ranks, staged
 from training import Chain, Stopper, features, mlp, warned
 
 from straggle.source.replicated import check_kinds
@@ -50,7 +50,7 @@ def convert(rank, kind):
     ],
 )
 def test_model_that_is_converted_after_wrapping_is_refused_when_the_next_step_is_entered(kind, words):
-    for end in run_forked(convert, 2, kind, outcomes=True, timeout_s=WITHIN_S):
+    for end in run_ranks(convert, 2, kind, outcomes=True, timeout_s=WITHIN_S):
         assert end.kind == "RuntimeError"
         assert words in end.message
 
@@ -73,7 +73,7 @@ def convert_in_time(rank):
 
 
 def test_model_is_converted_before_it_is_wrapped_or_after_it_is_closed():
-    first, second = run_forked(convert_in_time, 2)
+    first, second = run_ranks(convert_in_time, 2)
     assert first == second
 
 
@@ -89,7 +89,7 @@ def ask_for(rank, numbers):
 
 
 def test_number_of_microbatches_that_is_none_is_refused():
-    (words,) = run_forked(ask_for, 1, [1.5, "2", True, 0, -1, None, float("nan")])
+    (words,) = run_ranks(ask_for, 1, [1.5, "2", True, 0, -1, None, float("nan")])
     assert words == [
         "num_microbatches=1.5: must be an integer number of backward passes, such as 4",
         "num_microbatches='2': must be an integer number of backward passes, such as 4",
@@ -115,7 +115,7 @@ def run_passes(rank, announced, came, stop_after):
 
 
 def test_rank_with_fewer_passes_than_announced_is_warned_once_with_how_many_came():
-    for rank, warnings in enumerate(run_forked(run_passes, 2, 4, 2, None)):
+    for rank, warnings in enumerate(run_ranks(run_passes, 2, 4, 2, None)):
         (words,) = warnings
         assert words.startswith(f"rank {rank}, step 0: 2 of 4 backward passes came, and nothing stopped the others")
         assert "model.step(num_microbatches=2)" in words
@@ -123,11 +123,11 @@ def test_rank_with_fewer_passes_than_announced_is_warned_once_with_how_many_came
 
 @pytest.mark.parametrize(("came", "stop_after"), [(2, None), (0, None)])
 def test_rank_whose_passes_all_came_or_that_had_none_is_not_warned(came, stop_after):
-    assert run_forked(run_passes, 2, 2, came, stop_after) == [[], []]
+    assert run_ranks(run_passes, 2, 2, came, stop_after) == [[], []]
 
 
 def test_rank_that_was_stopped_between_its_passes_is_not_warned():
-    assert run_forked(run_passes, 2, 2, 2, 4) == [[], []]
+    assert run_ranks(run_passes, 2, 2, 2, 4) == [[], []]
 
 
 def norm(model):
@@ -159,7 +159,7 @@ def go_through_parameters(rank, use, inside):
 
 @pytest.mark.parametrize("clip", [norm, value])
 def test_clipping_inside_of_the_block_is_told_of_once_with_where_to_clip(clip):
-    for rank, warnings in enumerate(run_forked(go_through_parameters, 2, clip, True)):
+    for rank, warnings in enumerate(run_ranks(go_through_parameters, 2, clip, True)):
         (words,) = warnings
         assert words.startswith(f"rank {rank}, step 0: gradients are clipped inside of `with model.step()`")
         assert words.endswith("clip after the block, before optimizer.step()")
@@ -167,4 +167,4 @@ def test_clipping_inside_of_the_block_is_told_of_once_with_where_to_clip(clip):
 
 @pytest.mark.parametrize(("use", "inside"), [(norm, False), (value, False), (penalty, True), (penalty, False)])
 def test_clipping_after_the_block_and_a_penalty_inside_of_it_are_not_told_of(use, inside):
-    assert run_forked(go_through_parameters, 2, use, inside) == [[], []]
+    assert run_ranks(go_through_parameters, 2, use, inside) == [[], []]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from ranks import digest, run_forked, staged
+from ranks import digest, run_ranks, staged
 from torch import nn
 from training import Chain, features, grads, mlp, shared
 
@@ -31,7 +31,7 @@ def poisoned_chain(rank, poison, nonfinite, estimator=None):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_gradient_with_bad_numbers_is_left_out_of_the_mean_and_counted(value):
-    results = run_forked(poisoned_chain, 3, [{}, {1: value}, {}], "drop")
+    results = run_ranks(poisoned_chain, 3, [{}, {1: value}, {}], "drop")
     for gradients, _, _, report in results:
         for layer, gradient in enumerate(gradients):
             mean = (1 + 3) / 2 if layer == 1 else (1 + 2 + 3) / 3
@@ -43,7 +43,7 @@ def test_gradient_with_bad_numbers_is_left_out_of_the_mean_and_counted(value):
 
 
 def test_parameter_whose_gradient_is_bad_on_every_rank_has_none():
-    results = run_forked(poisoned_chain, 2, [{2: math.nan}, {2: math.inf}], "drop")
+    results = run_ranks(poisoned_chain, 2, [{2: math.nan}, {2: math.inf}], "drop")
     for gradients, _, num_states, report in results:
         assert report.skipped
         assert gradients == [None] * 4
@@ -52,13 +52,13 @@ def test_parameter_whose_gradient_is_bad_on_every_rank_has_none():
 
 def test_step_is_skipped_on_all_ranks_when_every_rank_has_bad_numbers_even_with_an_estimator():
     everything = dict.fromkeys(range(4), math.nan)
-    results = run_forked(poisoned_chain, 2, [everything, everything], "drop", LastMerged())
+    results = run_ranks(poisoned_chain, 2, [everything, everything], "drop", LastMerged())
     assert all(report.skipped and num_states == 0 for _, _, num_states, report in results)
     assert len({parameters for _, parameters, _, _ in results}) == 1
 
 
 def test_keep_merges_bad_numbers_as_ddp_does():
-    for gradients, _, _, report in run_forked(poisoned_chain, 2, [{}, {1: math.inf}], "keep"):
+    for gradients, _, _, report in run_ranks(poisoned_chain, 2, [{}, {1: math.inf}], "keep"):
         assert torch.isinf(gradients[1]).all()
         assert torch.isfinite(gradients[0]).all()
         assert [rank.nonfinite for rank in report.ranks] == [0, 0]
@@ -74,7 +74,7 @@ def half_precision(rank):
 
 
 def test_bad_numbers_are_left_out_in_half_precision_too():
-    results = run_forked(half_precision, 2)
+    results = run_ranks(half_precision, 2)
     for gradients, nonfinite in results:
         assert nonfinite == 2
         assert all(torch.isfinite(gradient).all() for gradient in gradients)
@@ -89,7 +89,7 @@ def large_but_finite(rank):
 
 
 def test_large_finite_gradients_whose_sum_overflows_are_not_left_out():
-    gradients, nonfinite = run_forked(large_but_finite, 1)[0]
+    gradients, nonfinite = run_ranks(large_but_finite, 1)[0]
     assert nonfinite == 0
     assert torch.equal(gradients[0], torch.full((2, 4), 3e38))
 
@@ -110,7 +110,7 @@ def clipped(rank):
 
 
 def test_training_survives_a_rank_with_a_nan_loss():
-    results = run_forked(clipped, 3)
+    results = run_ranks(clipped, 3)
     assert len(set(results)) == 1
     assert results[0][1]
 
@@ -160,5 +160,5 @@ def train_complex(rank, poison):
 def test_complex_gradients_are_looked_at_in_both_parts(name, value):
     of_all = {"small": 3 + 6j, "large": 6 - 3j, "real": 1.5}
     expected = {**of_all, name: {"small": 2 + 4j, "large": 4 - 2j}[name]}  # the mean over rank 0 alone
-    assert run_forked(train_complex, 2, None) == [(of_all, [0, 0])] * 2
-    assert run_forked(train_complex, 2, (name, value)) == [(expected, [0, 1])] * 2
+    assert run_ranks(train_complex, 2, None) == [(of_all, [0, 0])] * 2
+    assert run_ranks(train_complex, 2, (name, value)) == [(expected, [0, 1])] * 2

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ranks import run_forked, staged
+from ranks import run_forked, run_ranks, staged
 from torch import nn
 from training import features, mlp
 
@@ -42,7 +42,7 @@ def wrap_kinds(rank):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_what_a_model_holds_becomes_rank_0s_in_every_dtype_and_with_any_strides(world_size):
-    assert run_forked(wrap_kinds, world_size) == [[]] * world_size
+    assert run_ranks(wrap_kinds, world_size) == [[]] * world_size
 
 
 def wrap_one(rank, kind):
@@ -66,13 +66,13 @@ def wrap_one(rank, kind):
     ],
 )
 def test_tensor_that_cannot_be_merged_or_sent_is_refused_by_name_on_all_ranks(kind, words):
-    for end in run_forked(wrap_one, 2, kind, outcomes=True):
+    for end in run_ranks(wrap_one, 2, kind, outcomes=True):
         assert end.kind == "ValueError"
         assert words in end.message
 
 
 def test_tensor_that_cannot_hold_what_rank_0_has_ends_all_ranks_with_its_name():
-    first, second, third = run_forked(wrap_one, 3, "expanded", outcomes=True)
+    first, second, third = run_ranks(wrap_one, 3, "expanded", outcomes=True)
     words = "before step 0, rank 0's buffer bound: elements of this tensor share their memory"
     for rank, end in ((1, second), (2, third)):
         assert end.kind == "RuntimeError"

@@ -4,7 +4,7 @@ import math
 import time
 
 import pytest
-from ranks import run_forked, staged
+from ranks import run_ranks, staged
 from training import Chain, Signals
 
 from straggle import FixedDeadline, LateHandling
@@ -34,7 +34,7 @@ def give_costs(rank):
 
 
 def test_all_ranks_know_what_a_step_cost_over_the_mean():
-    (first, *costs), again = run_forked(give_costs, 2)
+    (first, *costs), again = run_ranks(give_costs, 2)
     assert [first, *costs] == again
     assert first == [1.0, 1.0]
     assert costs == [[0.5, 1.5]] * 3  # set in the block or before it
@@ -64,7 +64,7 @@ def wait_in_a_long_step(rank, has):
 
 @pytest.mark.parametrize("has", ["", "a cost", "micro-batches"])
 def test_rank_whose_step_costs_more_has_more_time(has):
-    assert run_forked(wait_in_a_long_step, 2, has) == [() if has else (1,)] * 2
+    assert run_ranks(wait_in_a_long_step, 2, has) == [() if has else (1,)] * 2
 
 
 def go_from_one_to_four(rank):
@@ -80,4 +80,4 @@ def go_from_one_to_four(rank):
 
 
 def test_step_without_a_cost_costs_its_number_of_micro_batches():
-    assert run_forked(go_from_one_to_four, 2) == [[[1.0, 1.0], [4.0, 4.0], [2.0, 2.0]]] * 2
+    assert run_ranks(go_from_one_to_four, 2) == [[[1.0, 1.0], [4.0, 4.0], [2.0, 2.0]]] * 2

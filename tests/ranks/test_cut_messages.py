@@ -6,7 +6,7 @@ from itertools import chain
 
 import pytest
 import torch
-from ranks import run_forked, staged
+from ranks import run_ranks, staged
 from torch import Tensor, nn
 from training import Stopper, features, grads, mlp, random_stops
 
@@ -35,7 +35,7 @@ def gradients_of_steps(rank: int, segment_bytes: int, wire_dtype: torch.dtype | 
 
 @pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16], ids=str)
 def test_cut_messages_give_the_same_gradients_bit_for_bit_at_two_ranks(wire_dtype: torch.dtype | None) -> None:
-    (one, other), (uncut, _) = (run_forked(gradients_of_steps, 2, size, wire_dtype) for size in (64, LARGE))
+    (one, other), (uncut, _) = (run_ranks(gradients_of_steps, 2, size, wire_dtype) for size in (64, LARGE))
     for mine, theirs, whole in zip(one, other, uncut, strict=True):
         assert (mine is None) == (theirs is None) == (whole is None)
         if mine is not None:

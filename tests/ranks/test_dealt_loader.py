@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_forked, staged
+from ranks import run_ranks, staged
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from training import features, mlp
@@ -58,7 +58,7 @@ def steps_of_an_epoch(rank, shares, num_workers, stop_after, state=None):
 
 @pytest.mark.parametrize(("world_size", "shares"), [(1, [2]), (2, [2, 2]), (2, [3, 1]), (3, [1, 3, 2])])
 def test_each_sample_comes_once_and_counts_as_much_as_any_other(world_size, shares):
-    results = run_forked(steps_of_an_epoch, world_size, shares, 0, None)
+    results = run_ranks(steps_of_an_epoch, world_size, shares, 0, None)
     steps = list(zip(*(seen for seen, *_ in results), strict=True))
     assert {(epoch, len(steps)) for _, _, epoch, _ in results} == {(1, results[0][3])}
     assert sorted(n for step in steps for own, _, _ in step for n in own) == list(range(NUM_SAMPLES))
@@ -82,9 +82,9 @@ def test_workers_that_fetch_ahead_change_nothing(tmp_path):
 
 
 def test_run_goes_on_in_the_middle_of_an_epoch_with_the_samples_and_shares_of_the_saved_one():
-    complete = run_forked(steps_of_an_epoch, 2, [3, 1], 0, None)
-    begun = run_forked(steps_of_an_epoch, 2, [3, 1], 0, 3)
-    resumed = run_forked(steps_of_an_epoch, 2, None, 0, None, begun[0][1])
+    complete = run_ranks(steps_of_an_epoch, 2, [3, 1], 0, None)
+    begun = run_ranks(steps_of_an_epoch, 2, [3, 1], 0, 3)
+    resumed = run_ranks(steps_of_an_epoch, 2, None, 0, None, begun[0][1])
     for rank in range(2):
         samples = [own for own, *_ in begun[rank][0] + resumed[rank][0]]
         assert samples == [own for own, *_ in complete[rank][0]]
@@ -105,7 +105,7 @@ def with_microbatches(rank, shares):
 
 
 def test_micro_batches_are_dealt_whole_and_in_the_order_of_a_loader_that_does_not_shuffle():
-    results = run_forked(with_microbatches, 2, [4, 2])
+    results = run_ranks(with_microbatches, 2, [4, 2])
     first = [seen[0] for seen in results]
     assert first == [([[0, 1], [2, 3], [4, 5], [6, 7]], 4.0), ([[8, 9], [10, 11]], 2.0)]
     assert sorted(n for seen in results for own, _ in seen for batch in own for n in batch) == list(range(NUM_SAMPLES))
@@ -128,7 +128,7 @@ def with_a_slow_rank(rank):
 
 @pytest.mark.slow  # it sleeps until the shares have changed
 def test_rank_that_is_always_slow_is_dealt_less_of_a_loader():
-    results = run_forked(with_a_slow_rank, 2)
+    results = run_ranks(with_a_slow_rank, 2)
     assert len({shares for _, shares in results}) == 1
     assert results[0][1][1] < 10 < 22 < results[0][1][0]
     had = [number for own, _ in results for number in own]
