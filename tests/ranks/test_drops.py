@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from ranks import die, run_forked, staged
+from ranks import die, run_forked, run_ranks, staged
 from sharding import Blocks, batch, shard
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -61,7 +61,7 @@ def says(rank, number, merge, ways):
 
 
 def test_lowest_rank_warns_once_and_again_at_the_end_if_a_rank_gave_less_than_half():
-    (before, levels, lines), *others = run_forked(says, 3, FIRST + 5, Merge(), {"cut": (2,)})
+    (before, levels, lines), *others = run_ranks(says, 3, FIRST + 5, Merge(), {"cut": (2,)})
     assert (before, levels) == (["WARNING"], ["WARNING", "WARNING"])
     first, second = lines[-1][1].splitlines()
     assert first.startswith(f"straggle, Sequential: {FIRST + 5} steps of ")
@@ -71,7 +71,7 @@ def test_lowest_rank_warns_once_and_again_at_the_end_if_a_rank_gave_less_than_ha
 
 
 def test_lines_after_the_first_are_no_warnings():
-    (before, levels, _), *_ = run_forked(says, 2, FIRST, Merge(log_every_s=1e-9), {"cut": (1,)})
+    (before, levels, _), *_ = run_ranks(says, 2, FIRST, Merge(log_every_s=1e-9), {"cut": (1,)})
     assert before == ["WARNING"] + ["INFO"] * (FIRST - 3)  # the first step drops nothing, and the next is counted
     assert levels[len(before) :] == ["WARNING"]
 
@@ -87,7 +87,7 @@ def test_lines_after_the_first_are_no_warnings():
     ids=["all given", "not finite", "left out by the loop", "turned off"],
 )
 def test_silent(merge, ways):
-    assert [levels for _, levels, _ in run_forked(says, 2, FIRST + 5, merge, ways)] == [[], []]
+    assert [levels for _, levels, _ in run_ranks(says, 2, FIRST + 5, merge, ways)] == [[], []]
 
 
 def uneven(rank):
@@ -103,7 +103,7 @@ def uneven(rank):
 
 
 def test_a_rank_without_more_data_dropped_nothing():
-    assert run_forked(uneven, 2) == [[], []]
+    assert run_ranks(uneven, 2) == [[], []]
 
 
 def pulled(rank):
@@ -120,7 +120,7 @@ def pulled(rank):
 
 
 def test_a_pool_that_was_computed_dropped_nothing():
-    assert run_forked(pulled, 2) == [[], []]
+    assert run_ranks(pulled, 2) == [[], []]
 
 
 def two_models(rank):
@@ -154,7 +154,7 @@ def in_groups(rank):
 
 
 def test_lowest_rank_of_each_group_speaks_and_numbers_are_those_of_its_reports():
-    assert run_forked(in_groups, 4) == [["rank 1's"], [], ["rank 1's"], []]
+    assert run_ranks(in_groups, 4) == [["rank 1's"], [], ["rank 1's"], []]
 
 
 def raises(rank):
@@ -173,7 +173,7 @@ def raises(rank):
 
 
 def test_a_loop_that_ends_with_an_error_is_told_what_was_dropped_until_then():
-    assert run_forked(raises, 2) == [["WARNING"], []]
+    assert run_ranks(raises, 2) == [["WARNING"], []]
 
 
 def members(rank):
@@ -192,7 +192,7 @@ def members(rank):
 
 
 def test_next_member_speaks_if_the_lowest_one_died():
-    _, (said, levels, line), (_, others, lines) = run_forked(members, 3, outcomes=True)
+    _, (said, levels, line), (_, others, lines) = run_ranks(members, 3, outcomes=True)
     assert (said, levels, others) == ([], ["WARNING", "WARNING"], []), lines
     assert "of rank 2's" in line
     assert "rank 0" not in line
@@ -214,6 +214,7 @@ def slow(rank, deadline, left_out):
                     signals.wait(f"0 has submitted {number}")
                     until = time.monotonic() + 0.2
                     while time.monotonic() < until:
+                        time.sleep(0.01)
                         model(x)  # ends the block if this rank is late
                 model(x).square().mean().backward()
             optimizer.step()
@@ -222,9 +223,9 @@ def slow(rank, deadline, left_out):
 
 
 def test_what_the_line_says_to_do_helps():
-    assert run_forked(slow, 3, 0.01, False) == [["WARNING"], [], []]
-    assert run_forked(slow, 3, 60.0, False) == [[], [], []]
-    assert run_forked(slow, 3, 60.0, True) == [[], [], []]
+    assert run_ranks(slow, 3, 0.01, False) == [["WARNING"], [], []]
+    assert run_ranks(slow, 3, 60.0, False) == [[], [], []]
+    assert run_ranks(slow, 3, 60.0, True) == [[], [], []]
 
 
 class SlowData(Dataset):
@@ -265,8 +266,8 @@ def plain_loader(_model, loader):
 
 
 def test_what_the_line_says_to_write_for_a_rank_that_loads_slowly_helps():
-    assert run_forked(loads_slowly, 2, plain_loader) == [(14, True), (14, False)]
-    assert run_forked(loads_slowly, 2, LateLoader) == [(14, False), (14, False)]
+    assert run_ranks(loads_slowly, 2, plain_loader) == [(14, True), (14, False)]
+    assert run_ranks(loads_slowly, 2, LateLoader) == [(14, False), (14, False)]
 
 
 def sharded(rank):
@@ -287,7 +288,7 @@ def sharded(rank):
 
 
 def test_replicas_are_said_once_for_all_of_their_ranks():
-    (lines, *others) = run_forked(sharded, 4)
+    (lines, *others) = run_ranks(sharded, 4)
     assert others == [[], [], []]
     ((level, line),) = lines
     assert level == "WARNING"

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from ranks import run_forked, staged
+from ranks import run_forked, run_ranks, staged
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import Layer, Signals, Stopper, grads
@@ -59,7 +59,7 @@ def means(x):
 
 def test_order_that_changes_from_step_to_step_gives_the_mean():
     orders = [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2), (2, 0, 3, 1)]
-    for results, reach in run_forked(in_orders, 2, orders, None):
+    for results, reach in run_ranks(in_orders, 2, orders, None):
         assert results == [means(1.5)] * len(orders)
         assert reach == 1.0
 
@@ -68,7 +68,7 @@ def test_order_that_changes_from_step_to_step_gives_the_mean():
 @pytest.mark.parametrize("after", range(1, NUM_LAYERS))
 def test_cut_in_the_middle_of_a_group_has_what_was_finished_and_nothing_else(order, after):
     finished = order[::-1][:after]
-    for results, reach in run_forked(in_orders, 2, [order], after):
+    for results, reach in run_ranks(in_orders, 2, [order], after):
         assert results == [[(i + 1) * (1.5 if i in finished else 1.0) for i in range(NUM_LAYERS)]]
         assert reach == after / NUM_LAYERS
 
@@ -76,7 +76,7 @@ def test_cut_in_the_middle_of_a_group_has_what_was_finished_and_nothing_else(ord
 @pytest.mark.parametrize("last", [0, 3], ids=["the end of the group", "its begin"])
 def test_layer_that_a_step_does_not_use_is_a_zero_where_others_use_it_and_none_where_no_rank_does(last):
     used = [i for i in range(NUM_LAYERS) if i != last]
-    for results, reach in run_forked(in_orders, 2, [used, range(NUM_LAYERS), used], None):
+    for results, reach in run_ranks(in_orders, 2, [used, range(NUM_LAYERS), used], None):
         without = [None if i == last else (i + 1) * 1.5 for i in range(NUM_LAYERS)]
         assert results == [without, means(1.5), without]
         assert reach == 1.0
@@ -104,14 +104,14 @@ def out_of_memory():
 
 def test_gradients_left_at_the_end_of_a_pass_are_of_that_pass():
     # the group ends with layer 0, which the first pass does not use
-    for gradients, stages in run_forked(in_passes, 2, [(1, 2, 3), (0, 1, 2, 3)], None):
+    for gradients, stages in run_ranks(in_passes, 2, [(1, 2, 3), (0, 1, 2, 3)], None):
         assert gradients == [1.5 * 10] + [(i + 1) * 1.5 * 11 for i in (1, 2, 3)]
         assert stages == (1.0,)
 
 
 @pytest.mark.parametrize("fail_in", [0, 1])
 def test_gradients_that_were_finished_before_a_pass_failed_are_in(fail_in):
-    for gradients, stages in run_forked(in_passes, 2, [range(NUM_LAYERS)] * 2, fail_in):
+    for gradients, stages in run_ranks(in_passes, 2, [range(NUM_LAYERS)] * 2, fail_in):
         (own, other), left = (11, 22), 2 * 10 ** (1 - fail_in)
         assert gradients == pytest.approx([(own + left) / 1.5] + [(i + 1) * (own + other) / 2 for i in (1, 2, 3)])
         assert stages == (7 / 8,)
@@ -152,7 +152,7 @@ def with_nested_runs(rank):
 
 
 def test_nested_runs_that_begin_later_are_merged_and_shared_weights_refused():
-    for results, words in run_forked(with_nested_runs, 2):
+    for results, words in run_ranks(with_nested_runs, 2):
         assert results == [means(1.5)] * 4
         assert "got a gradient twice in one backward pass" in words
 
@@ -178,7 +178,7 @@ def stuck_in_a_group(rank):
 
 
 def test_gradients_that_wait_for_their_group_are_submitted_for_a_stuck_rank():
-    for gradients, submitted in run_forked(stuck_in_a_group, 2):
+    for gradients, submitted in run_ranks(stuck_in_a_group, 2):
         assert gradients == [[(i + 1) * (1.5 if i in (2, 3) else 1.0) for i in range(NUM_LAYERS)]]
         assert submitted == [(True, 0.5)]
 

@@ -7,7 +7,7 @@ from itertools import chain, islice
 
 import pytest
 import torch
-from ranks import digest, run_forked, staged
+from ranks import digest, run_ranks, staged
 from torch import nn
 from training import Signals, Stopper, shared
 
@@ -122,7 +122,7 @@ def alike(results):
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_each_batch_counts_once_in_as_many_steps_as_the_longest_loader_is_enough_for(lengths):
-    for passes, counts, reports, _ in alike(run_forked(train_all, len(lengths), lengths)):
+    for passes, counts, reports, _ in alike(run_ranks(train_all, len(lengths), lengths)):
         assert counts == [1.0] * sum(lengths)
         assert len(reports) == math.ceil(max(lengths) / passes)
         for number, report in enumerate(reports):
@@ -137,7 +137,7 @@ def test_each_batch_counts_once_in_as_many_steps_as_the_longest_loader_is_enough
 
 @pytest.mark.parametrize(("lengths", "late_at"), [((5, 4), 1), ((4, 6), 1), ((1, 4, 2), 0)], ids=str)
 def test_batches_of_a_late_rank_count_but_for_those_of_the_step_in_which_it_is_late(lengths, late_at):
-    for passes, counts, reports, lost in alike(run_forked(train_all, len(lengths), lengths, late_at)):
+    for passes, counts, reports, lost in alike(run_ranks(train_all, len(lengths), lengths, late_at)):
         assert reports[late_at].late_ranks == (1,)
         assert counts == [0.0 if number in lost else 1.0 for number in range(sum(lengths))]
         # what it has not drawn in that step comes in later ones
@@ -145,14 +145,14 @@ def test_batches_of_a_late_rank_count_but_for_those_of_the_step_in_which_it_is_l
 
 
 def test_epochs_follow_one_another_without_a_step_between():
-    for passes, counts, reports, _ in alike(run_forked(train_all, 2, (2, 5), None, 3)):
+    for passes, counts, reports, _ in alike(run_ranks(train_all, 2, (2, 5), None, 3)):
         assert counts == [3.0] * 7
         assert len(reports) == 3 * math.ceil(5 / passes)
 
 
 @pytest.mark.parametrize(("way", "passes"), [("before", 3), ("in", 3)])
 def test_estimator_fills_in_nothing_for_batches_that_there_are_not(way, passes):
-    for counts, _, reports, _ in run_forked(train, 2, (4, 5), way, passes, None, 1, {"estimator": LastMerged()}):
+    for counts, _, reports, _ in run_ranks(train, 2, (4, 5), way, passes, None, 1, {"estimator": LastMerged()}):
         assert counts == [1.0] * 9
         assert not any(stage.estimated for report in reports for stage in report.stages)
 
@@ -173,7 +173,7 @@ def weigh(rank, lengths, passes):
 
 
 def test_weight_of_a_step_that_ends_early_is_that_of_the_batches_it_has():
-    for gradient, weights in run_forked(weigh, 2, (3, 2), 4):  # 3 batches of 1 sample, 2 of 3 samples
+    for gradient, weights in run_ranks(weigh, 2, (3, 2), 4):  # 3 batches of 1 sample, 2 of 3 samples
         assert weights == [3.0, 6.0]
         assert gradient == pytest.approx([1 / 9] * 3 + [3 / 9] * 2)
 
@@ -200,7 +200,7 @@ def fall_behind(rank, lengths, stuck_at, until):
 @pytest.mark.parametrize(("stuck_at", "until"), [(2, 3), (4, 5)])
 def test_loops_end_together_though_a_rank_was_stood_in_for(stuck_at, until):
     lengths = (7, 5)
-    results = run_forked(fall_behind, 2, lengths, stuck_at, until)
+    results = run_ranks(fall_behind, 2, lengths, stuck_at, until)
     assert len({(tuple(counts), *rest) for counts, *rest in results}) == 1
     counts, steps, _ = results[0]
     assert counts[:7] == [1.0] * 7
@@ -239,9 +239,9 @@ def repeat(rank, folder, way, replay):
 
 @pytest.mark.parametrize("way", ["before", "in"])
 def test_a_run_whose_data_end_within_steps_is_repeated_as_it_was(tmp_path, way):
-    first = run_forked(repeat, 3, tmp_path, way, False)
+    first = run_ranks(repeat, 3, tmp_path, way, False)
     assert len({parameters for parameters, _ in first}) == 1
-    assert run_forked(repeat, 3, tmp_path, way, True) == first
+    assert run_ranks(repeat, 3, tmp_path, way, True) == first
 
 
 def draw_ahead(rank):
@@ -263,7 +263,7 @@ def draw_ahead(rank):
 
 
 def test_one_batch_is_fetched_ahead_and_no_more():
-    (seen,) = run_forked(draw_ahead, 1)
+    (seen,) = run_ranks(draw_ahead, 1)
     assert seen == ["fetch 0", "fetch 1", "step 0", "fetch 2", "step 1", "step 2"]
 
 
@@ -282,4 +282,4 @@ def two_steps_each(rank):
 
 
 def test_a_loop_may_make_several_steps_with_each_batch():
-    assert run_forked(two_steps_each, 2) == [([2.0] * 5, 6)] * 2
+    assert run_ranks(two_steps_each, 2) == [([2.0] * 5, 6)] * 2
