@@ -53,7 +53,7 @@ class RankNumbers:
     )
     overrun_s: float = field(
         default=0.0,
-        metadata=number("seconds for which it went on with earlier steps after these had been merged without it"),
+        metadata=number("seconds in or before earlier steps, after these had been merged without it"),
     )
     inside_wait_s: float = field(
         default=0.0,

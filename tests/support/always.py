@@ -319,18 +319,21 @@ def of_the_store(schedule: Any, run: Run) -> list[str]:
 
 
 def of_overruns(schedule: Any, run: Run) -> list[str]:
-    """A rank goes on with steps that were merged without it for no longer than it is in them, and the one before."""
-    told = dict[int, float]()
-    for rank, note in notes_of(run):
-        told[rank] = told.get(rank, 0.0) + note["report"].ranks[rank].overrun_s
+    """A rank is behind by no more than it took from the end of its last step to the end of one that went without it."""
+    told, took = dict[int, float](), dict[int, float]()
     if schedule.members:  # not all of its steps are noted
         return []
-    in_steps = dict.fromkeys(told, 0.05)
-    for rank, note in notes_of(run):
-        in_steps[rank] += note["seen"].left_at - note["seen"].entered_at
-    return [
-        f"rank {rank} overran by {told[rank]} s, of {in_steps[rank]}" for rank in told if told[rank] > in_steps[rank]
-    ]
+    for rank, notes in run.notes.items():
+        frozen_s = sum(own.for_s for own in schedule.faults if isinstance(own, Freeze) and own.rank == rank)
+        told[rank], took[rank], left_at = 0.0, 0.05 + frozen_s, 0.0
+        for note in notes:
+            if "step" not in note:
+                continue
+            own, before = note["report"].ranks[rank], left_at
+            left_at = note["seen"].left_at
+            told[rank] += own.overrun_s
+            took[rank] += own.stood_in * (left_at - before)
+    return [f"rank {rank} overran by {told[rank]} s, of {took[rank]}" for rank in told if told[rank] > took[rank]]
 
 
 def of_deadlines(schedule: Any, run: Run) -> list[str]:
