@@ -268,12 +268,21 @@ class Member:
             deadline.seconds = deadline_s
             for number, table in self._tables:
                 if number >= history.num_steps:
-                    deadline.decide(table)
+                    self._decide_again(number, table)
                 self._judge(number, table)
             self._tables = []
             self._catch_up = training.step, sys.maxsize
             self._note_healing(self._healing)
             self._end_healing_if_caught_up()
+
+    def _decide_again(self, number: int, table: Table) -> None:
+        """Decide the next deadline as the peers did; the step's own was recorded by what this rank knew then."""
+        deadline = self._rank.deadline
+        deadline_s, shadow_s = deadline.seconds, deadline.shadow_s
+        deadline.decide(table)
+        if (merged := self._rank.ring.get(number)) is not None:
+            record = replace(merged.record, deadline_s=deadline_s, shadow_s=shadow_s)
+            merged.correct(replace(record, rules=deadline.rules, usual_cost=deadline.usual_cost))
 
     def probe(self) -> None:
         """The training thread goes through the step that it is about to enter, though nothing of it is merged."""

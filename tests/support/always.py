@@ -344,13 +344,11 @@ def of_deadlines(schedule: Any, run: Run) -> list[str]:
         fixed = math.inf
     if schedule.deadline not in ("None", "Shadow") and fixed == math.inf:
         return []
-    found, was_in = list[str](), dict[int, int]()
-    for rank, note in notes_of(run):
-        step, deadline_s = note["step"], note["report"].deadline_s
-        if step in (0, was_in.get(rank, -2) + 1) and deadline_s != (fixed if step else math.inf):
-            found.append(f"rank {rank}, step {step}: a deadline of {deadline_s} s")
-        was_in[rank] = step
-    return found
+    return [
+        f"rank {rank}, step {note['step']}: a deadline of {note['report'].deadline_s} s"
+        for rank, note in notes_of(run)
+        if note["report"].deadline_s != (fixed if note["step"] else math.inf)
+    ]
 
 
 def members_of(run: Run) -> set[int]:

@@ -92,7 +92,7 @@ class Loop:
         self.model.register_members_hook(
             lambda report: rank.note(generation=report.generation, members=report.ranks, kinds=dict(report.left_kinds))
         )
-        self._expected, self._next_step, self._was_in = Expected(self._plan), 0, -2
+        self._expected, self._next_step = Expected(self._plan), 0
         self._away_s = 0.0
 
     def _slow_layers(self, slow: float) -> None:
@@ -199,9 +199,7 @@ class Loop:
 
     def _note(self, seen: Seen, report: Any) -> None:
         told = [repr(report.ranks), repr((report.scalars, report.skipped, report.stages, report.pool_parts))]
-        # not its deadline in the first step after it was out: it merges that one before it has its peers' state
-        if report.step in (0, self._was_in + 1):
-            told.append(f"a deadline of {report.deadline_s} s")
+        told.append(f"a deadline of {report.deadline_s} s")
         self.rank.note(
             step=report.step,
             parameters=parameters_of(self.module, buffers=True),
@@ -211,4 +209,3 @@ class Loop:
             report=report,
             counted=self._counted.steps,
         )
-        self._was_in = report.step

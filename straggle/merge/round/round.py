@@ -175,7 +175,7 @@ class Round:
         self.record, self.sent = record, sent
 
     def correct(self, record: StepRecord) -> None:
-        """Ranks of this replica know more of the step than the rows have."""
+        """More is known of the step than the rows have, or than this rank knew when it was merged."""
         self.record = record
 
     def taken(self) -> None:

@@ -285,6 +285,24 @@ FOUND: list[Schedule] = [
         slow=(1.5, 1.0, 1.0),
         faults=(Cut(0, 0.429, 8.0), Freeze(0, 1.083, 0.01), Freeze(1, 0.036, 1.9)),
     ),
+    # let in again, but with no state yet, while its stand-in merges six steps: their deadlines are its peers'
+    Schedule(
+        229737379,
+        3,
+        12,
+        True,
+        "FirstK",
+        "MovingAverage",
+        wire_dtype="bfloat16",
+        check_every=1,
+        num_microbatches=3,
+        weighs=True,
+        joins=True,
+        slow=(4.0, 1.0, 1.0),
+        away=((0, 3, 20.0), (1, 10, 3.0)),
+        buffers="mean",
+        faults=(Kill(1, 0.143, 6.0), Stall(0, 1.034, 15.0), Stall(1, 1.67, 1.794)),
+    ),
 ]
 
 
