@@ -331,10 +331,13 @@ class Membership:
         end_of([self.spawn(self._leave_with_an_error, reason)], ANSWER_S)
 
     def _leave_with_an_error(self, reason: str) -> None:
-        self.leave(Leaving("raised", reason))
-        if self.view.shortfall(self.least, with_returning=True):
-            with self.connections.lent() as store:
-                post_over(store, f"{reason}, and too few ranks are left without it")
+        try:
+            self.leave(Leaving("raised", reason))
+            if self.view.shortfall(self.least, with_returning=True):
+                with self.connections.lent() as store:
+                    post_over(store, f"{reason}, and too few ranks are left without it")
+        except (RuntimeError, OSError, ValueError) as error:  # its peers find it silent
+            _log.info("%s left without notice: %s", self._own, error)
 
     def _leave_with_the_others(self) -> None:
         ends_at = world.monotonic() + _LINGER_S

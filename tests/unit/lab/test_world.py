@@ -303,6 +303,24 @@ FOUND: list[Schedule] = [
         buffers="mean",
         faults=(Kill(1, 0.143, 6.0), Stall(0, 1.034, 15.0), Stall(1, 1.67, 1.794)),
     ),
+    # its own code raises while the store is empty: its thread that leaves ends with a word, and with no error
+    Schedule(
+        31000001,
+        2,
+        12,
+        True,
+        "None",
+        "LastMerged",
+        "step",
+        check_every=1,
+        weighs=True,
+        joins=True,
+        slow=(1.0, 4.0),
+        away=((1, 2, 0.1), (0, 10, 0.5)),
+        raises=(0, 6),
+        buffers="rank0",
+        faults=(StoreAway(1.604, 1.0, empties=True),),
+    ),
 ]
 
 
