@@ -89,7 +89,7 @@ class View:
     ``changes`` since the view before. Ranks that joined take part from ``step`` on, and get their state from the member
     ``giver``; in later views that is still the step of those that joined last. ``ended``: ranks whose loop is over;
     ``returning``: ranks that live and may be let in again. ``put_out``: those of them that were put out because they
-    are slow; ``for_work``: and not by their links.
+    are slow; ``for_work``: and not by their links. ``before``: why others that are no members left, in earlier views.
     ``job``: drawn with the first view, and the same in all that follow it. ``begun``: all members of the first view
     have wrapped their model; until then the view is given up if one of them is restarted.
     """
@@ -103,6 +103,7 @@ class View:
     returning: frozenset[int] = frozenset()
     put_out: frozenset[int] = frozenset()
     for_work: frozenset[int] = frozenset()
+    before: tuple[Change, ...] = ()
     job: str = ""
     begun: bool = field(default=False, compare=False)
     joined: frozenset[int] = field(init=False)
@@ -138,12 +139,18 @@ class View:
             returning=returning,
             put_out=put_out,
             for_work=for_work,
+            before=self._left(left),
             job=self.job,
         )
 
     def again(self) -> View:
         """The next view, with the same members."""
-        return replace(self, generation=self.generation + 1, changes=())
+        return replace(self, generation=self.generation + 1, changes=(), before=self._left(self.members))
+
+    def _left(self, members: Mapping[int, str]) -> tuple[Change, ...]:
+        """Why the ranks that are not among ``members`` left, as far as this view knows it; the last change of each."""
+        known = {change.rank: change for change in (*self.before, *self.changes) if not change.joined}
+        return tuple(change for rank, change in sorted(known.items()) if rank not in members)
 
     @property
     def is_done(self) -> bool:
@@ -163,9 +170,10 @@ class View:
         """The next view, with new incarnations of these ranks; older incarnations are put out."""
         changes = [Change.left(rank, STARTED_AGAIN) for rank in sorted(new) if rank in self.members]
         changes += [Change(rank, True, "came back") for rank in sorted(new)]
+        members = {**self.members, **new}
         return View(
             self.generation + 1,
-            {**self.members, **new},
+            members,
             tuple(changes),
             step,
             giver,
@@ -173,6 +181,7 @@ class View:
             returning=self.returning - set(new),
             put_out=self.put_out - set(new),
             for_work=self.for_work - set(new),
+            before=self._left(members),
             job=self.job,
         )
 
@@ -184,9 +193,9 @@ class View:
         gone = [rank for rank in old.ranks if self.members.get(rank) != old.members[rank]]
         new = [rank for rank in self.ranks if old.members.get(rank) != self.members[rank]]
         changed = [*((rank, False) for rank in gone), *((rank, True) for rank in new)]
-        known = {**{(change.rank, change.joined): change for change in self.changes}, **seen}
-        known = {**known, **{(rank, False): Change.left(rank, DONE) for rank in self.ended}}
-        return tuple(known.get(which, Change(*which, NOT_KNOWN)) for which in changed)
+        told = {(change.rank, change.joined): change for change in (*self.before, *self.changes)}
+        known = {**seen, **told, **{(rank, False): Change.left(rank, DONE) for rank in self.ended}}
+        return tuple(known.get(which, Change(*which, NOT_KNOWN, "restarted")) for which in changed)
 
     def said(self, kind: str = "rank") -> str:
         """The changes in words; ``kind``: what a member is."""
@@ -201,27 +210,29 @@ class View:
 
     def encode(self) -> str:
         """The text that is kept in the store."""
-        changes = [[change.rank, change.joined, change.reason, change.kind] for change in self.changes]
+        changes, before = ([[c.rank, c.joined, c.reason, c.kind] for c in own] for own in (self.changes, self.before))
         members = {str(rank): self.members[rank] for rank in self.ranks}
         apart = [sorted(self.ended), sorted(self.returning), sorted(self.put_out), sorted(self.for_work)]
-        return json.dumps([self.generation, members, changes, self.step, self.giver, *apart, self.job, self.begun])
+        numbers = [self.generation, members, changes, self.step, self.giver]
+        return json.dumps([*numbers, *apart, before, self.job, self.begun])
 
     @classmethod
     def decode(cls, text: str, world_size: int) -> View:
         """The view of a text. Raises ``ValueError`` if it is no view of a job of ``world_size`` ranks."""
         try:
-            generation, members, changes, step, giver, *ranks, job, begun = json.loads(text)
+            generation, members, changes, step, giver, *ranks, before, job, begun = json.loads(text)
             ended, returning, put_out, for_work = (frozenset(map(int, own)) for own in ranks)
             view = cls(
                 int(generation),
                 {int(rank): str(own) for rank, own in members.items()},
-                tuple(Change(int(rank), bool(joined), str(why), _kind(kind)) for rank, joined, why, kind in changes),
+                _changes(changes),
                 int(step),
                 int(giver),
                 ended,
                 returning,
                 put_out,
                 for_work,
+                _changes(before),
                 str(job),
                 bool(begun),
             )
@@ -230,6 +241,10 @@ class View:
         if view.generation < 0 or not all(0 <= rank < world_size for rank in view.members):
             raise ValueError(f"a view of ranks {view.ranks} in a job of {world_size} ranks")
         return view
+
+
+def _changes(told: Sequence[tuple[int, bool, str, str]]) -> tuple[Change, ...]:
+    return tuple(Change(int(rank), bool(joined), str(why), _kind(kind)) for rank, joined, why, kind in told)
 
 
 def _kind(word: object) -> LeavingKind:

@@ -321,6 +321,27 @@ FOUND: list[Schedule] = [
         buffers="rank0",
         faults=(StoreAway(1.604, 1.0, empties=True),),
     ),
+    # rank 3 has not seen the view in which rank 1 left because it was too far behind: it is not called silent there
+    Schedule(
+        9266,
+        4,
+        6,
+        True,
+        "Auto",
+        "LastMerged",
+        max_lag=2,
+        wire_dtype="bfloat16",
+        check_every=1,
+        slow=(1.0, 1.0, 1.0, 4.0),
+        away=((1, 2, 20.0),),
+        faults=(
+            Freeze(2, 0.688, 1.9),
+            Cut(0, 2.27, 3.0, turns=79),
+            Kill(0, 0.055, 0.01),
+            Kill(0, 2.205, 2.0),
+            Freeze(3, 1.549, 0.091),
+        ),
+    ),
 ]
 
 

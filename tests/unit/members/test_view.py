@@ -49,17 +49,17 @@ def test_views_of_equal_members_are_written_alike():
         '"text"',
         "[1, {}, [], 0, 0]",
         '[1, {}, [], 0, 0, [], [], 0, "", false]',
-        '["x", {}, [], 0, 0, [], [], [], [], "", false]',
-        '[null, {}, [], 0, 0, [], [], [], [], "", false]',
-        '[1, [], [], 0, 0, [], [], [], [], "", false]',
-        '[1, {"x": "a"}, [], 0, 0, [], [], [], [], "", false]',
-        '[1, {}, [["x", true, "", "silent"]], 0, 0, [], [], [], [], "", false]',
-        '[1, {}, [[1, true, "", "because"]], 0, 0, [], [], [], [], "", false]',
-        '[1, {}, [[1, true]], 0, 0, [], [], [], [], "", false]',
-        '[1, {}, 5, 0, 0, [], [], [], [], "", false]',
-        '[1, {}, [5], 0, 0, [], [], [], [], "", false]',
+        '["x", {}, [], 0, 0, [], [], [], [], [], "", false]',
+        '[null, {}, [], 0, 0, [], [], [], [], [], "", false]',
+        '[1, [], [], 0, 0, [], [], [], [], [], "", false]',
+        '[1, {"x": "a"}, [], 0, 0, [], [], [], [], [], "", false]',
+        '[1, {}, [["x", true, "", "silent"]], 0, 0, [], [], [], [], [], "", false]',
+        '[1, {}, [[1, true, "", "because"]], 0, 0, [], [], [], [], [], "", false]',
+        '[1, {}, [[1, true]], 0, 0, [], [], [], [], [], "", false]',
+        '[1, {}, 5, 0, 0, [], [], [], [], [], "", false]',
+        '[1, {}, [5], 0, 0, [], [], [], [], [], "", false]',
         "[1, {}, [], 0, 0, 0]",
-        '[1e400, {}, [], 0, 0, [], [], [], [], "", false]',
+        '[1e400, {}, [], 0, 0, [], [], [], [], [], "", false]',
         "[" * 5000,
     ],
 )
@@ -71,13 +71,13 @@ def test_what_is_no_view_is_a_value_error(text):
 @pytest.mark.parametrize(("generation", "rank"), [(-1, 0), (1, 4), (1, -1)])
 def test_view_of_another_job_is_a_value_error(generation, rank):
     with pytest.raises(ValueError, match="in a job of 4 ranks"):
-        View.decode(json.dumps([generation, {rank: "a"}, [], 0, 0, [], [], [], [], "", False]), 4)
+        View.decode(json.dumps([generation, {rank: "a"}, [], 0, 0, [], [], [], [], [], "", False]), 4)
 
 
 def test_members_leave_with_their_reasons():
     view = VIEW.without({2: DONE, 1: SILENT, 0: SILENT})
     changes = (Change.left(0, SILENT), Change.left(2, DONE))
-    assert view == View(4, {3: "0-c"}, changes, VIEW.step, ended=frozenset({2}))
+    assert view == View(4, {3: "0-c"}, changes, VIEW.step, ended=frozenset({2}), before=VIEW.changes[:1])
     assert view.joined == frozenset()
 
 
@@ -145,7 +145,10 @@ def test_changes_of_views_that_a_rank_has_missed_are_seen():
     third = second.without({2: DONE})
     fourth = third.with_joined({1: "1-d", 3: "0-e"}, step=7, giver=0)
     assert second.changes_since(first, {}) == (Change.left(1, SILENT),)
-    assert third.changes_since(first, {}) == (Change(1, False, "not known"), Change.left(2, DONE))
+    assert third.changes_since(first, {}) == (Change.left(1, SILENT), Change.left(2, DONE))
+    assert third.again().changes_since(first, {}) == third.changes_since(first, {})
+    assert View.decode(third.encode(), 4).before == (Change.left(1, SILENT),)
+    assert fourth.changes_since(first, {})[0] == Change(1, False, "not known", "restarted")
     heard = {(1, False): Change.left(1, SILENT)}
     assert fourth.changes_since(first, heard) == (
         Change.left(1, SILENT),
