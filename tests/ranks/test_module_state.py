@@ -764,7 +764,7 @@ def test_buffer_of_another_shape_is_taken_from_the_lowest_rank(world):
 # -- what a step reads of a queued device
 
 
-OURS = ("averages.py", "module_state.py", "others.py", "exchange.py", "tensor_bytes.py", "fingerprint.py")
+OURS = ("averages.py", "module_state.py", "others.py", "exchange.py", "contents.py")
 
 
 class Holds(nn.Module):
