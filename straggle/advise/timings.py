@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from straggle.backward.stages import shares_of
 from straggle.observe.link_spells import LinkSpell, link_spells
+from straggle.observe.numbers.reader import Trace, Watched, files_of
 from straggle.observe.replicas import Replicas
-from straggle.observe.run import Array, read_reports
-from straggle.observe.trace import read_trace
+from straggle.observe.run import Array
 from straggle.observe.warmup import num_warmup_steps
-from straggle.observe.watch_file import FOLDER, watched_files
+from straggle.observe.watch_file import FOLDER
 from straggle.observe.watched_job import DATA_PARALLEL
 from straggle.policies.rank_links import links_of
 from straggle.policies.untruncated import untruncated_stages
@@ -109,24 +109,17 @@ class Timings:
 def read_timings(path: Path) -> Timings:
     """From a trace, or the folder of a run that has one or was watched; raises ``ValueError`` if there is none."""
     if path.is_dir():
-        watched = path / FOLDER if path.name != FOLDER or (path / FOLDER).is_dir() else path  # runs/watch has one too
-        trace = path / "trace.jsonl"
-        if trace.is_file():
-            return _without_warmup(_from_trace(trace))
-        if files := watched_files(watched.parent):
-            try:
-                return _without_warmup(_from_watch(watched, files))
-            except KeyError as error:
-                raise ValueError(f"{watched}: not written by straggle.watch: {error!r}") from None
-        raise ValueError(
-            f"{path}: neither trace.jsonl nor {FOLDER}/rank*.jsonl in it; give the run_dir of straggle train or "
-            "straggle.watch, or a trace.jsonl"
-        )
+        if (files := files_of(path)) is None:
+            raise ValueError(
+                f"{path}: neither trace.jsonl nor {FOLDER}/rank*.jsonl in it; give the run_dir of straggle train or "
+                "straggle.watch, or a trace.jsonl"
+            )
+        return _without_warmup(_from_trace(files) if isinstance(files, Trace) else _from_watch(files))
     if not path.is_file():
         raise ValueError(f"{path}: no such file; give a trace.jsonl or a run_dir")
     if path.parent.name == FOLDER or path.name.startswith("rank"):
         raise ValueError(f"{path}: one rank's times say nothing about the others; give the folder, {path.parent}")
-    return _without_warmup(_from_trace(path))
+    return _without_warmup(_from_trace(Trace(path)))
 
 
 def _without_warmup(timings: Timings) -> Timings:
@@ -140,31 +133,42 @@ def _without_warmup(timings: Timings) -> Timings:
 # -- straggle.watch
 
 
-def _from_watch(folder: Path, files: list[Path]) -> Timings:
-    heads, lines = zip(*(_read_rank(file) for file in files), strict=True)
-    ranks = [head["rank"] for head in heads]
-    world_size = heads[0]["world_size"]
+def _from_watch(files: Watched) -> Timings:
+    try:
+        _refuse_parts(files)
+        return _of_watched(files)
+    except KeyError as error:
+        raise ValueError(f"{files.folder}: not written by straggle.watch: {error!r}") from None
+
+
+def _refuse_parts(files: Watched) -> None:
+    """Raises ``ValueError`` unless there is one file of each rank of one run."""
+    ranks = [head["rank"] for head in files.heads]
+    world_size = files.heads[0]["world_size"]
     if missing := sorted(set(range(world_size)) - set(ranks)):
         raise ValueError(
-            f"{folder}: {len(files)} of {world_size} ranks are there, rank {missing[0]} is missing: copy the "
+            f"{files.folder}: {len(ranks)} of {world_size} ranks are there, rank {missing[0]} is missing: copy the "
             "files of all machines to one folder, or, if it ran on this one, call straggle.watch(model) in the script"
         )
-    if any(head["world_size"] != world_size for head in heads) or len(ranks) != world_size:
-        raise ValueError(f"{folder}: the files are of runs of different sizes; remove those of the older one")
-    if not (steps := min(map(len, lines))):
-        raise ValueError(f"{folder}: there is no step yet that all ranks have made")
+    if any(head["world_size"] != world_size for head in files.heads) or len(ranks) != world_size:
+        raise ValueError(f"{files.folder}: the files are of runs of different sizes; remove those of the older one")
+
+
+def _of_watched(files: Watched) -> Timings:
+    heads, lines = files.heads, tuple(zip(*files.lines(), strict=True))
+    steps = len(lines[0])
     column = {
-        name: np.array([[line[name] for line in own[:steps]] for own in lines], dtype=float).T
+        name: np.array([[line[name] for line in own] for own in lines], dtype=float).T
         for name in ("seconds", "wait_s", "compute_s")
     }
     times: dict[str, Array] = {
-        phase: np.array([[line.get(f"{phase}_s", 0.0) for line in own[:steps]] for own in lines], dtype=float).T
+        phase: np.array([[line.get(f"{phase}_s", 0.0) for line in own] for own in lines], dtype=float).T
         for phase in PHASES
     }
     phases: dict[str, Array] = {phase: times[phase] for phase in OWN}
     pauses = np.zeros_like(column["seconds"])
     for phase in phases:
-        paused = [[sum(line["pauses"].get(phase, {}).values()) for line in own[:steps]] for own in lines]
+        paused = [[sum(line["pauses"].get(phase, {}).values()) for line in own] for own in lines]
         within = np.minimum(np.array(paused, dtype=float).T, phases[phase])
         phases[phase], pauses = phases[phase] - within, pauses + within
     phases["pauses"] = pauses
@@ -174,9 +178,9 @@ def _from_watch(folder: Path, files: list[Path]) -> Timings:
         stages = [{"name": "all", "numel": 1}]
     unit_s, unit_share, stage_share = _units(lines, steps, stages)
     return Timings(
-        source=folder,
+        source=files.folder,
         watched=True,
-        step=np.array([line["step"] for line in lines[0][:steps]], dtype=float),
+        step=np.array([line["step"] for line in lines[0]], dtype=float),
         seconds=seconds,
         network_s=np.maximum(0.0, seconds - own_s.max(axis=1)),
         phases=phases,
@@ -192,26 +196,14 @@ def _from_watch(folder: Path, files: list[Path]) -> Timings:
     )
 
 
-def _read_rank(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    records = list(read_trace(path))
-    if not records:
-        raise ValueError(
-            f"{path}: there is no complete step in it yet; a step ends as an optimizer of torch begins its own, and "
-            "under DDP with the merge"
-        )
-    if not isinstance(records[0], dict) or records[0].get("watch") != 1:
-        raise ValueError(f"{path}: not written by straggle.watch, or by another version of it")
-    return records[0], records[1:]
-
-
 def _units(lines: tuple[Any, ...], steps: int, stages: list[dict[str, Any]]) -> tuple[Array, Array, Array]:
     """Micro-batches but the last, which comes in stages."""
     stage_share = np.array(shares_of([stage["numel"] for stage in stages]))
-    most = max(len(line["microbatch_s"]) for own in lines for line in own[:steps]) - 1
+    most = max(len(line["microbatch_s"]) for own in lines for line in own) - 1
     unit_s = np.zeros((steps, len(lines), most + len(stages)))
     unit_share = np.zeros_like(unit_s)
     for rank, own in enumerate(lines):
-        for step, line in enumerate(own[:steps]):
+        for step, line in enumerate(own):
             earlier = line["microbatch_s"][:-1]
             in_stages = line["stage_s"] if len(stages) == len(line["stage_s"]) else line["stage_s"][-1:]
             begin = earlier[-1] if earlier else 0.0
@@ -226,8 +218,8 @@ def _units(lines: tuple[Any, ...], steps: int, stages: list[dict[str, Any]]) -> 
 # -- traces
 
 
-def _from_trace(path: Path) -> Timings:
-    reports = list(read_reports(path))
+def _from_trace(trace: Trace) -> Timings:
+    path, reports = trace.path, list(trace.reports())
     if not reports:
         raise ValueError(f"{path}: there is no complete step in it yet")
     plan, ranks = [(s.name, s.numel) for s in reports[-1].stages], len(reports[-1].ranks)

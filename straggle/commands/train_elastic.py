@@ -41,8 +41,8 @@ from straggle.merge.wire.channel import PeerFailed
 from straggle.merge.wire.store import StoreUnreachable, connect_all, default_store
 from straggle.observe.console import LiveView
 from straggle.observe.members import HandedOnTrace, MembersWriter, writer_of
+from straggle.observe.numbers.reader import Trace
 from straggle.observe.recording import DecisionWriter, file_of
-from straggle.observe.run import read_reports
 from straggle.observe.stuck import StuckWriter
 from straggle.report import StepReport
 from straggle.stop_signal import StopSignal, exit_at_once
@@ -288,7 +288,7 @@ def _finish(job: StagedJob, config: DictConfig, ranks: Ranks, told: Any) -> None
         return
     size, run_dir = job.ranks_per_replica, Path(config.run_dir)
     members = [own.rank * size + shard for own in report.ranks if not own.absent for shard in range(size)]
-    finish(job, run_dir, list(read_reports(run_dir / "trace.jsonl")), scores, _hashes(told, members))
+    finish(job, run_dir, list(Trace(run_dir / "trace.jsonl").reports()), scores, _hashes(told, members))
     if config.report:
         write_page(run_dir)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,15 +16,14 @@ from omegaconf import OmegaConf
 from straggle.observe.fairness import Fairness, fairness_of
 from straggle.observe.link_spells import LinkSpell, link_spells
 from straggle.observe.members import read_members
+from straggle.observe.numbers.reader import TRACE, files_of
 from straggle.observe.replicas import Replicas
 from straggle.observe.stuck import read_stuck
-from straggle.observe.trace import read_trace, whole_lines
 from straggle.observe.warmup import num_warmup_steps
-from straggle.observe.watch_file import watched_files
 from straggle.policies.ddp_time import DdpPrediction
 from straggle.policies.rank_links import RankLink
-from straggle.report import CAUSES, PHASES, MembersReport, RankReport, StageReport, StepReport, StuckReport
-from straggle.schema import numbers_of, read
+from straggle.report import CAUSES, MembersReport, RankReport, StageReport, StepReport, StuckReport
+from straggle.schema import numbers_of
 
 Array: TypeAlias = NDArray[np.float64]
 _LINK = ("latency_s", "up_bytes_per_s", "down_bytes_per_s")
@@ -32,7 +31,6 @@ _FIELDS = (*(own.name for own in numbers_of(RankReport) if own.name != "rank"), 
 
 
 _ELEMENT_BYTES = 4  # what a gradient's elements are is not in a trace
-_OF_DDP = (*(f"{phase}_s" for phase in PHASES), "compute_s", "stage_s")
 
 
 @dataclass(frozen=True)
@@ -107,12 +105,11 @@ def read_run(run_dir: Path, *, name: str | None = None) -> Run:
 
     Raises ``ValueError`` if there is no trace, or no step in it.
     """
-    path = run_dir / "trace.jsonl"
-    watched = watched_files(run_dir)
-    if not path.is_file() and not watched:
+    path = run_dir / TRACE
+    if (files := files_of(run_dir)) is None:
         raise ValueError(f"{path}: no such file; give the run_dir of a run of straggle train or straggle.watch")
     columns = _Columns()
-    for report in read_reports(path) if path.is_file() else map(step_report, _of_ddp(watched)):
+    for report in files.reports():
         columns.add(report)
     if not columns.steps:
         raise ValueError(f"{path}: there is no complete step in it yet")
@@ -131,54 +128,10 @@ def run_of(reports: Iterable[StepReport]) -> Run:
     return columns.run("", Path(), {}, {})
 
 
-def read_reports(path: Path) -> Iterator[StepReport]:
-    """The steps of a trace; raises ``ValueError`` for a line that is none."""
-    for number, record in enumerate(read_trace(path), start=1):
-        try:
-            yield step_report(record)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}: line {number} is no step of a straggle trace ({error!r})") from error
-
-
 def read_steps(run: Run, positions: Collection[int]) -> dict[int, StepReport]:
-    """The full reports of some steps, by their position in the run; other lines are not parsed again."""
-    path = run.run_dir / "trace.jsonl"
-    if not path.is_file():
-        records = enumerate(_of_ddp(watched_files(run.run_dir)))
-        return {at: step_report(record) for at, record in records if at in positions}
-    lines = enumerate(whole_lines(path))
-    return {at: step_report(json.loads(line)) for at, line in lines if at in positions}
-
-
-def _of_ddp(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
-    """The steps of a watched DDP run as a trace would have them: all ranks were waited for, nothing is missing."""
-    heads, *steps = zip(*map(read_trace, files), strict=False)  # of ranks that were broken off, what all have
-    if any(head["stages"] != heads[0]["stages"] for head in heads):
-        raise ValueError(f"{files[0].parent}: ranks finish their gradients in different orders, which cannot be drawn")
-    stages = [{**stage, "weight": len(heads)} for stage in heads[0]["stages"]]
-    for lines in steps:
-        network_s = min(line["wait_s"] for line in lines)
-        ranks = [
-            {
-                **{name: line[name] for name in _OF_DDP if name in line},
-                "rank": head["rank"],
-                "wait_s": line["wait_s"] - network_s,
-                "reach": 1.0,
-                "stages": [1.0] * len(stages),
-            }
-            for head, line in zip(heads, lines, strict=True)
-        ]
-        seconds = max(line["seconds"] for line in lines)
-        step = {"step": lines[0]["step"], "seconds": seconds, "network_s": network_s, "deadline_s": None}
-        yield {**step, "ranks": ranks, "stages": stages}
-
-
-def step_report(record: Mapping[str, Any]) -> StepReport:
-    """A trace's record as the report that it was."""
-    report = read(StepReport, record)
-    if not report.ranks:
-        raise KeyError("ranks")
-    return report
+    """The full reports of some steps, by their position in the run; other lines of a trace are not parsed again."""
+    files = files_of(run.run_dir)
+    return {} if files is None else files.some(positions)
 
 
 class _Columns:

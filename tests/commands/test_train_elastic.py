@@ -17,7 +17,7 @@ from training import TINY, saved_step
 
 from straggle.members.agents import DO_NOT_RESTART
 from straggle.observe.members import read_members
-from straggle.observe.run import read_reports
+from straggle.observe.numbers.reader import Trace
 from straggle.report import StepReport
 
 KEYS = ("batch_size=4", "deadline=none", "metrics=none", "report=false", "members=elastic")
@@ -48,7 +48,7 @@ def ended(job: Started) -> tuple[int, str]:
 
 
 def steps_of(folder: Path) -> list[StepReport]:
-    return list(read_reports(folder / "run" / "trace.jsonl"))
+    return list(Trace(folder / "run" / "trace.jsonl").reports())
 
 
 @pytest.mark.slow
@@ -85,7 +85,7 @@ def test_rank_that_is_killed_comes_back_and_no_step_is_lost_or_written_twice(tmp
     refused = run_command("train", 3, *words, "steps=40", folder=tmp_path, status=2)
     assert f"the members of the recorded run changed in step {absent[0]} " in refused
     run_command("train", 3, *words, f"steps={absent[0]}", folder=tmp_path)
-    again = list(read_reports(tmp_path / "again" / "trace.jsonl"))
+    again = list(Trace(tmp_path / "again" / "trace.jsonl").reports())
     logged = [
         [{name: number for name, number in own.scalars.items() if name != "stop"} for own in run]
         for run in (again, reports[: absent[0]])

@@ -9,7 +9,7 @@ from ranks import digest, run_forked, staged
 from training import features, grads, mlp
 
 from straggle import FixedDeadline, Shadow
-from straggle.observe.run import step_report
+from straggle.observe.numbers.reader import step_report
 
 
 def train(rank, policy):

@@ -11,7 +11,7 @@ from straggle.backward.stages import plan_stages
 from straggle.merge.rows.step_record import StepRecord
 from straggle.merge.rows.table import Table
 from straggle.merge.rows.telemetry import NONFINITE, ScalarNames
-from straggle.observe.run import step_report
+from straggle.observe.numbers.reader import step_report
 from straggle.pools.pulling import share_out
 from straggle.report import RankNumbers
 from straggle.schema import numbers_of

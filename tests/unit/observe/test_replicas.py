@@ -14,9 +14,10 @@ from pages import a_rank, a_step, content_of, write_run
 from straggle import StepReport
 from straggle.advise.answer import answer
 from straggle.commands.result import finish
+from straggle.observe.numbers.reader import Trace
 from straggle.observe.page.page import write_report
 from straggle.observe.replicas import Replicas
-from straggle.observe.run import read_reports, run_of
+from straggle.observe.run import run_of
 from straggle.observe.summary import summarize
 from straggle.observe.waited_for import LastSteps
 from straggle.policies.ddp_time import DdpStep
@@ -79,7 +80,7 @@ def test_live_line_names_the_rank_that_made_a_replica_late() -> None:
 
 def test_trace_has_the_ranks_that_were_waited_for(tmp_path: Path) -> None:
     write_run(tmp_path, a_run())
-    assert [report.slowest_ranks for report in read_reports(tmp_path / "trace.jsonl")] == [
+    assert [report.slowest_ranks for report in Trace(tmp_path / "trace.jsonl").reports()] == [
         report.slowest_ranks for report in a_run()
     ]
 

@@ -20,9 +20,10 @@ from straggle import StepReport
 from straggle.commands import result
 from straggle.commands.report import arguments
 from straggle.observe.findings import advise
+from straggle.observe.numbers.reader import Trace
 from straggle.observe.page.figures import timeline
 from straggle.observe.page.page import write_page, write_report
-from straggle.observe.run import read_reports, read_run, read_steps
+from straggle.observe.run import read_run, read_steps
 from straggle.observe.run_numbers import numbers_of
 from straggle.observe.summary import summarize
 from straggle.observe.trace import read_trace
@@ -96,7 +97,7 @@ def test_absent_rank_is_not_late_and_its_steps_are_counted_apart(tmp_path: Path)
     assert (numbers.late, numbers.dropped_share, numbers.rank_steps) == (0, 0.0, 100)
     assert numbers.ranks[1].reach == 1.0
     assert numbers.fairness.stages == (1.0,) * len(STAGES)
-    summary = summarize(list(read_reports(tmp_path / "trace.jsonl")), {"loss": 1.0}, ["a"] * 3, 8)
+    summary = summarize(list(Trace(tmp_path / "trace.jsonl").reports()), {"loss": 1.0}, ["a"] * 3, 8)
     assert summary["absent_steps_per_rank"] == [0, 20, 0]
     assert summary["dropped_samples_per_rank"] == [0, 0, 0]
     assert summary["late_steps_per_rank"] == [0, 0, 0]

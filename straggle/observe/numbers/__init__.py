@@ -1,0 +1,1 @@
+"""A run's numbers: read from its files."""
