@@ -17,12 +17,17 @@ from straggle.commands import durable
 from straggle.extras import remedy
 from straggle.lab.jobs import StagedJob
 from straggle.observe.console import print_table
+from straggle.observe.numbers.registry import NUMBERS
 from straggle.observe.replicas import Replicas
 from straggle.observe.summary import summarize
 from straggle.report import StepReport
 
 _LESS = 0.85  # of an equal share, or below: that is no noise
 _NAMED = 3  # ranks
+_OF_RUN = (
+    *(f"{of}_seconds_{which}" for of in ("step", "ddp") for which in ("median", "mean")),
+    *("dropped_share", "fairness", "fairness_input_stage", "depth_bias", "loss", "validation_loss"),
+)
 _log = logging.getLogger(__name__)
 
 
@@ -82,29 +87,32 @@ def write_page(run_dir: Path) -> None:
 
 
 def _print(summary: dict[str, Any], run_dir: Path, replicas: Replicas, shares: Sequence[float]) -> None:
-    median_ms, ddp_ms = (1e3 * summary[key] for key in ("step_seconds_median", "ddp_seconds_median"))
-    mean_ms, ddp_mean_ms = (1e3 * summary[key] for key in ("step_seconds_mean", "ddp_seconds_mean"))
+    shown = {name: NUMBERS[name].shown(summary[name]) for name in _OF_RUN}
+    label = {name: own.label for name, own in NUMBERS.items()}
     same = len(set(summary["parameters_sha256"])) == 1
+    under = "under DDP, with equal shares:"
     rows = [
-        ("step time, median", f"{median_ms:.0f} ms", f"under DDP, with equal shares: {ddp_ms:.0f} ms"),
-        ("step time, mean", f"{mean_ms:.0f} ms", f"under DDP, with equal shares: {ddp_mean_ms:.0f} ms"),
-        ("gradients dropped", f"{summary['dropped_share']:.1%}", _shares("rank", summary["dropped_share_per_rank"])),
-        ("times that a rank was late", _late(summary), _counts(summary)),
-        ("fairness over ranks (1: all the same)", f"{summary['fairness']:.2f}", _least(summary, "")),
-        ("in the stage at the input", f"{summary['fairness_input_stage']:.2f}", _least(summary, "_input_stage")),
+        *(
+            (label[f"step_seconds_{which}"], shown[f"step_seconds_{which}"], f"{under} {shown[f'ddp_seconds_{which}']}")
+            for which in ("median", "mean")
+        ),
+        (label["dropped_share"], shown["dropped_share"], _shares("rank", summary["dropped_share_per_rank"])),
+        (label["late"], _late(summary), _counts(summary)),
+        (f"{label['fairness']} (1: all the same)", shown["fairness"], _least(summary, "")),
+        ("in the stage at the input", shown["fairness_input_stage"], _least(summary, "_input_stage")),
         (
-            "depth bias",
-            f"{summary['depth_bias']:.1%}",
+            label["depth_bias"],
+            shown["depth_bias"],
             "so much more came in of the stage at the output than of that at the input",
         ),
-        ("training loss", f"{summary['loss']:.3f}", "mean of the last 20 steps"),
-        ("validation loss", f"{summary['validation_loss']:.3f}", _accuracy(summary)),
+        ("training loss", shown["loss"], "mean of the last 20 steps"),
+        (label["validation_loss"], shown["validation_loss"], _accuracy(summary)),
     ]
-    of_parameters = ("parameters on all ranks", "identical" if same else "DIFFERENT")
+    of_parameters = (label["parameters_sha256"], "identical" if same else "DIFFERENT")
     if (drawn := summary["drawn_per_rank"]) is not None:
-        shown = ", ".join(f"rank {rank}: {own:.1f}" for rank, own in enumerate(drawn))
+        of_ranks = ", ".join(f"rank {rank}: {own:.1f}" for rank, own in enumerate(drawn))
         put_back = sum(summary["put_back_per_rank"])
-        rows.insert(3, ("micro-batches drawn, mean", shown, f"put back: {put_back}" if put_back else ""))
+        rows.insert(3, ("micro-batches drawn, mean", of_ranks, f"put back: {put_back}" if put_back else ""))
     if any(absent := summary["absent_steps_per_rank"]):
         away = ", ".join(f"rank {rank}: {steps}" for rank, steps in enumerate(absent) if steps)
         rows.insert(4, ("steps without a rank", f"{sum(absent)} of {summary['steps'] * len(absent)}", away))

@@ -11,6 +11,7 @@ from typing import Any
 from straggle.lab.interleaved import TimedJob, reference_losses, seconds_to, time_to_loss_ratio
 from straggle.observe.console import print_table
 from straggle.observe.intervals import Interval, ratio_interval
+from straggle.observe.numbers.registry import NUMBERS
 from straggle.schema import described
 
 REFERENCE = "ddp"
@@ -31,9 +32,9 @@ FIELDS = {
     "ddp_seconds_mean": described("the same, the mean"),
     "step_time_ratio": described("`seconds` divided by DDP's"),
     "step_time_ratio_interval": described("its 95 % bootstrap interval over turns"),
-    "dropped_share": described("share of all gradient elements, over ranks, that no backward pass delivered in time"),
+    "dropped_share": NUMBERS["dropped_share"].field(stable=False),
     "validation_loss": described("on held-out data, after `steps` steps", stable=True),
-    "validation_accuracy": described("the same; only if the workload has one", stable=True),
+    "validation_accuracy": NUMBERS["validation_accuracy"].field(),
     "target_loss": described("DDP's final validation loss", stable=True),
     "seconds_to_loss": described(
         "when this method first reached it, interpolated between the ends of two turns; null: not reached. Turns "
@@ -156,13 +157,11 @@ class Comparison:
         to_loss = fields["seconds_to_loss"]
         return (
             name,
-            f"{1e3 * fields['step_seconds_mean']:.0f} ms",
-            f"{1e3 * fields['step_seconds_p95']:.0f} ms",
+            *(NUMBERS[own].shown(fields[own]) for own in ("step_seconds_mean", "step_seconds_p95")),
             _text(self.step_time(name)) if name != REFERENCE else "1",
             "never" if to_loss is None else f"{to_loss:.1f} s",
             _text(self.time_to_loss(name)) if name != REFERENCE else "1",
-            f"{fields['validation_loss']:.3f}",
-            f"{fields['dropped_share']:.1%}",
+            *(NUMBERS[own].shown(fields[own]) for own in ("validation_loss", "dropped_share")),
             "identical" if fields["replicas_identical"] else "DIFFERENT",
         )
 

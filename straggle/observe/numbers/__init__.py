@@ -1,1 +1,1 @@
-"""A run's numbers: read from its files."""
+"""A run's numbers: read from its files, and declared once."""

@@ -7,7 +7,7 @@ import gzip
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cache, partial
@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
 from straggle.observe.findings import advise
+from straggle.observe.numbers.registry import NUMBERS, Unit
 from straggle.observe.page import figures
 from straggle.observe.page.figures import Chart
 from straggle.observe.replicas import Replicas
@@ -29,17 +30,32 @@ from straggle.observe.run_numbers import RankInRun, RunNumbers, numbers_of
 from straggle.report import MembersReport
 
 FILE = "report.html"
-_OF_LATENESS = {
-    "under DDP, median",
-    "under DDP, mean",
-    "less time than under DDP",
-    "fairness over ranks",
-    "fairness in the stage at the input",
-    "depth bias",
-    "times that a rank was late",
-    "times that a rank was stood in for",
-}
-_OF_PARAMETERS = "parameters on all ranks"  # of ranks, also if the rows are of replicas
+_HEADLINE = (
+    "step_seconds_median",
+    "ddp_seconds_median",
+    "step_seconds_mean",
+    "ddp_seconds_mean",
+    "saved_share",
+    "step_seconds_p95",
+    "step_seconds_max",
+    "dropped_share",
+    "fairness",
+    "fairness_input_stage",
+    "depth_bias",
+    "not_computed",
+    "late",
+    "stood_in",
+    "skipped",
+    "loss",
+    "validation_loss",
+    "validation_accuracy",
+    "parameters_sha256",
+)
+_OPTIONAL = {"not_computed", "skipped", "loss", "validation_loss", "validation_accuracy", "parameters_sha256"}
+# of a watched run these would say 0, 1 and the step time again
+_OF_LATENESS = {"ddp_seconds_median", "ddp_seconds_mean", "saved_share", "fairness", "fairness_input_stage"}
+_OF_LATENESS |= {"depth_bias", "late", "stood_in"}
+_OF_PARAMETERS = NUMBERS["parameters_sha256"].label  # of ranks, also if the rows are of replicas
 
 
 @dataclass(frozen=True)
@@ -172,38 +188,22 @@ def _run_part(charts: _Charts, run: Run, numbers: RunNumbers, steps: Sequence[in
 
 def _headline(runs: Sequence[Run], numbers: Sequence[RunNumbers]) -> list[tuple[str, list[Cell]]]:
     """The table at the top: rows of a label and a cell for each run."""
-    rows = {
-        "step time, median": [_seconds("step_seconds_median", of.own.median_s) for of in numbers],
-        "under DDP, median": [_seconds("ddp_seconds_median", of.ddp.median_s) for of in numbers],
-        "step time, mean": [_seconds("step_seconds_mean", of.own.mean_s) for of in numbers],
-        "under DDP, mean": [_seconds("ddp_seconds_mean", of.ddp.mean_s) for of in numbers],
-        "less time than under DDP": [_cell("saved_share", of.saved_share, _share(of.saved_share)) for of in numbers],
-        "step time, 95 of 100 below": [_seconds("step_seconds_p95", of.own.p95_s) for of in numbers],
-        "slowest step": [_seconds("step_seconds_max", of.own.max_s) for of in numbers],
-        "gradients dropped": [_cell("dropped_share", of.dropped_share, _share(of.dropped_share)) for of in numbers],
-        "fairness over ranks": [_fairness("fairness", of.fairness.index, of.fairness.least) for of in numbers],
-        "fairness in the stage at the input": [
-            _fairness("fairness_input_stage", of.fairness.input_index, of.fairness.input_least) for of in numbers
-        ],
-        "depth bias": [_cell("depth_bias", of.fairness.depth_bias, _share(of.fairness.depth_bias)) for of in numbers],
-        "micro-batches not computed, of all pools": [_not_computed(of) for of in numbers],
-        "times that a rank was late": [_cell("late", of.late, f"{of.late:,} of {of.rank_steps:,}") for of in numbers],
-        "times that a rank was stood in for": [_cell("stood_in", of.stood_in, f"{of.stood_in:,}") for of in numbers],
-        "steps skipped": [_cell("skipped", of.skipped, f"{of.skipped:,}") for of in numbers],
-        "training loss, last 20 steps": [_cell("loss", of.loss, _plain(of.loss)) for of in numbers],
-        "validation loss": [_of_summary(run, "validation_loss") for run in runs],
-        "validation accuracy": [_of_summary(run, "validation_accuracy", _share) for run in runs],
-        _OF_PARAMETERS: [_replicas(run) for run in runs],
-    }
-    optional = {"steps skipped", "training loss, last 20 steps", "validation loss", "validation accuracy"}
-    optional |= {_OF_PARAMETERS, "micro-batches not computed, of all pools"}
-    if not can_be_late(numbers):  # as in a watched run: these would say 0, 1 and the step time again
-        rows = {label: cells for label, cells in rows.items() if label not in _OF_LATENESS}
+    names = [name for name in _HEADLINE if can_be_late(numbers) or name not in _OF_LATENESS]
+    rows = [(name, [_of_run(name, run, of) for run, of in zip(runs, numbers, strict=True)]) for name in names]
     return [
-        (label, cells)
-        for label, cells in rows.items()
-        if label not in optional or any(cell.text not in ("", "0", "not known") for cell in cells)
+        (NUMBERS[name].label, cells)
+        for name, cells in rows
+        if name not in _OPTIONAL or any(cell.text not in ("", "0", "not known") for cell in cells)
     ]
+
+
+def _of_run(name: str, run: Run, numbers: RunNumbers) -> Cell:
+    """A number of the registry; some say more than their value."""
+    if name in _CELLS:
+        return _CELLS[name](run, numbers)
+    own = NUMBERS[name]
+    value = run.summary.get(name) if own.of is None else own.of(run, numbers)
+    return Cell("") if value is None else _cell(name, value, _SHOWN[own.unit](value))
 
 
 def can_be_late(numbers: Sequence[RunNumbers]) -> bool:
@@ -298,11 +298,6 @@ def _has_loss(runs: Sequence[Run]) -> bool:
     return any(np.isfinite(run.loss).any() for run in runs)
 
 
-def _of_summary(run: Run, key: str, show: Any = None) -> Cell:
-    value = run.summary.get(key)
-    return Cell("") if value is None else _cell(key, value, (show or _plain)(value))
-
-
 def _replicas(run: Run) -> Cell:
     hashes = run.summary.get("parameters_sha256")
     if not hashes:
@@ -312,7 +307,11 @@ def _replicas(run: Run) -> Cell:
 
 
 def _seconds(key: str, seconds: float) -> Cell:
-    return _cell(key, seconds, f"{1e3 * seconds:,.0f} ms" if seconds < 10 else _duration(seconds))
+    return _cell(key, seconds, _time(seconds))
+
+
+def _time(seconds: float) -> str:
+    return f"{1e3 * seconds:,.0f} ms" if seconds < 10 else _duration(seconds)
 
 
 def _cell(key: str, value: float, text: str) -> Cell:
@@ -339,3 +338,20 @@ def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+_SHOWN: Mapping[Unit, Callable[[float], str]] = {
+    "seconds": _time,
+    "share": _share,
+    "loss": _plain,
+    "count": "{:,}".format,
+}
+_CELLS: Mapping[str, Callable[[Run, RunNumbers], Cell]] = {
+    "fairness": lambda _, of: _fairness("fairness", of.fairness.index, of.fairness.least),
+    "fairness_input_stage": lambda _, of: _fairness(
+        "fairness_input_stage", of.fairness.input_index, of.fairness.input_least
+    ),
+    "not_computed": lambda _, of: _not_computed(of),
+    "late": lambda _, of: _cell("late", of.late, f"{of.late:,} of {of.rank_steps:,}"),
+    "parameters_sha256": lambda run, _: _replicas(run),
+}

@@ -1,0 +1,218 @@
+"""A run's numbers, each declared once: its name in files and on the page, its unit, its words, and what it comes from.
+
+``summary.json``, the page, the table at a run's end and a comparison ask this registry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from straggle.observe.run import Run
+from straggle.observe.run_numbers import RankInRun, RunNumbers
+from straggle.schema import described
+
+Unit: TypeAlias = Literal["seconds", "share", "index", "loss", "count", ""]
+_SHOWN: Mapping[Unit, Callable[[float], str]] = {
+    "seconds": lambda value: f"{1e3 * value:.0f} ms",
+    "share": lambda value: f"{value:.1%}",
+    "index": lambda value: f"{value:.2f}",
+    "loss": lambda value: f"{value:.3f}",
+    "count": lambda value: f"{value:,}",
+}
+
+
+@dataclass(frozen=True)
+class Number:
+    """``text``: what it is in ``summary.json``; empty: it is not there. ``label``: its row in a table.
+
+    ``of`` makes it of a run; ``None``: only the job itself knows it, and its ``summary.json``. A number without a unit
+    is a list, or a mapping.
+    """
+
+    name: str
+    text: str = ""
+    of: Callable[[Run, RunNumbers], Any] | None = None
+    unit: Unit = ""
+    label: str = ""
+    stable: bool = False
+
+    def shown(self, value: float) -> str:
+        """In a terminal."""
+        return _SHOWN[self.unit](value)
+
+    def field(self, text: str = "", *, stable: bool | None = None) -> Mapping[str, Any]:
+        """As a field of a file, with another ``text`` if it is of other steps there."""
+        return described(text or self.text, stable=self.stable if stable is None else stable)
+
+
+def fields_of(numbers: Iterable[Number]) -> dict[str, Mapping[str, Any]]:
+    """Those that ``summary.json`` has."""
+    return {one.name: one.field() for one in numbers if one.text}
+
+
+def _of_ranks(of: Callable[[RankInRun], float]) -> Callable[[Run, RunNumbers], list[float]]:
+    return lambda _, numbers: [of(rank) for rank in numbers.ranks]
+
+
+def _of_pool(of: Callable[[RankInRun], float]) -> Callable[[Run, RunNumbers], list[float] | None]:
+    return lambda _, numbers: [of(rank) for rank in numbers.ranks] if numbers.pool_parts else None
+
+
+def _dropped_of_stages(run: Run, numbers: RunNumbers) -> dict[str, float]:
+    stages = zip(run.stages, numbers.stage_share, strict=True)
+    return {stage.name: 1 - share for stage, share in stages} if run.num_steps > 1 else {}  # planned after the first
+
+
+_ALL = (
+    Number(
+        "steps",
+        "steps trained, including those before a `resume`",
+        lambda run, _: int(run.step[-1]) + 1,
+        "count",
+        stable=True,
+    ),
+    Number(
+        "step_seconds_median",
+        "of a step; without the first tenth of the steps, at most ten",
+        lambda _, numbers: numbers.own.median_s,
+        "seconds",
+        "step time, median",
+        stable=True,
+    ),
+    Number(
+        "step_seconds_mean",
+        "the same, the mean",
+        lambda _, numbers: numbers.own.mean_s,
+        "seconds",
+        "step time, mean",
+        stable=True,
+    ),
+    Number(
+        "ddp_seconds_median",
+        "predicted from the telemetry: the same steps under DDP, with an equal share of the samples for each rank",
+        lambda _, numbers: numbers.ddp.median_s,
+        "seconds",
+        "under DDP, median",
+        stable=True,
+    ),
+    Number(
+        "ddp_seconds_mean", "the same, the mean", lambda _, numbers: numbers.ddp.mean_s, "seconds", "under DDP, mean"
+    ),
+    Number("saved_share", "", lambda _, numbers: numbers.saved_share, "share", "less time than under DDP"),
+    Number("step_seconds_p95", "", lambda _, numbers: numbers.own.p95_s, "seconds", "step time, 95 of 100 below"),
+    Number("step_seconds_max", "", lambda _, numbers: numbers.own.max_s, "seconds", "slowest step"),
+    Number(
+        "dropped_share",
+        "share of all gradient elements, over ranks, that no backward pass delivered in time",
+        lambda _, numbers: numbers.dropped_share,
+        "share",
+        "gradients dropped",
+        stable=True,
+    ),
+    Number("dropped_share_per_rank", "the same for each rank", _of_ranks(lambda rank: 1 - rank.reach), stable=True),
+    Number("dropped_share_per_stage", "the same for each stage", _dropped_of_stages),
+    Number(
+        "dropped_samples_per_rank",
+        "the rank's samples times the share of its gradients that was dropped, over all steps",
+    ),
+    Number(
+        "weight_per_rank",
+        "mean weight of the rank's steps; with `rebalance=by_speed` its samples, or micro-batches",
+        lambda run, _: np.nanmean(run.ranks["weight"], axis=0).tolist(),
+    ),
+    Number(
+        "depth_bias",
+        "share of the gradients that came in for the first stage of backward, minus that of the last stage",
+        lambda _, numbers: numbers.fairness.depth_bias,
+        "share",
+        "depth bias",
+    ),
+    Number(
+        "fairness",
+        "Jain's index of the ranks' contributions to the model",
+        lambda _, numbers: numbers.fairness.index,
+        "index",
+        "fairness over ranks",
+    ),
+    Number(
+        "fairness_input_stage",
+        "the same of the stage at the input",
+        lambda _, numbers: numbers.fairness.input_index,
+        "index",
+        "fairness in the stage at the input",
+    ),
+    Number(
+        "least_contribution",
+        "contribution of the rank that gave least, divided by the mean over ranks",
+        lambda _, numbers: numbers.fairness.least,
+    ),
+    Number(
+        "least_contribution_input_stage",
+        "the same of the stage at the input",
+        lambda _, numbers: numbers.fairness.input_least,
+    ),
+    Number(
+        "shadow_dropped_share",
+        "with `deadline=shadow`, without the same first steps: the share that would have been dropped; null otherwise",
+        None,
+        "share",
+    ),
+    Number("shadow_step_seconds_mean", "the mean step then", None, "seconds"),
+    Number(
+        "made_late_by",
+        "for each replica the ranks that made it late, and in how many steps; null if each rank has a copy of the "
+        "model",
+        lambda run, _: [dict(ranks) for ranks in run.replicas.made_late] or None,
+    ),
+    Number("late", "", lambda _, numbers: numbers.late, "count", "times that a rank was late"),
+    Number("stood_in", "", lambda _, numbers: numbers.stood_in, "count", "times that a rank was stood in for"),
+    Number("late_steps_per_rank", "steps in which the rank was late", _of_ranks(lambda rank: rank.late), stable=True),
+    Number(
+        "stood_in_steps_per_rank",
+        "of these, steps in which the stand-in submitted for it",
+        _of_ranks(lambda rank: rank.stood_in),
+    ),
+    Number(
+        "absent_steps_per_rank",
+        "steps in which the rank was no member; they are in no other field",
+        _of_ranks(lambda rank: rank.absent),
+    ),
+    Number(
+        "drawn_per_rank",
+        "with `work=pulled`: micro-batches of a step's pool that the rank computed, on average; null otherwise",
+        _of_pool(lambda rank: rank.drawn),
+    ),
+    Number("put_back_per_rank", "how many of them it gave back in all", _of_pool(lambda rank: rank.put_back)),
+    Number(
+        "not_computed", "", lambda _, numbers: numbers.not_computed, "count", "micro-batches not computed, of all pools"
+    ),
+    Number("skipped", "", lambda _, numbers: numbers.skipped, "count", "steps skipped"),
+    Number(
+        "loss",
+        "mean over ranks and the last 20 steps",
+        lambda _, numbers: numbers.loss,
+        "loss",
+        "training loss, last 20 steps",
+        stable=True,
+    ),
+    Number("validation_loss", "after the last step", None, "loss", "validation loss", stable=True),
+    Number(
+        "validation_accuracy",
+        "the same; only if the workload has one",
+        None,
+        "share",
+        "validation accuracy",
+        stable=True,
+    ),
+    Number(
+        "parameters_sha256",
+        "of each rank's parameters: equal hashes, equal bit for bit",
+        label="parameters on all ranks",
+        stable=True,
+    ),
+)
+NUMBERS: Mapping[str, Number] = {one.name: one for one in _ALL}
