@@ -6,8 +6,9 @@ python benchmarks/planted.py only=old-decision,view-overwritten
 python benchmarks/planted.py good=8,10,5              # seeds that have found a fault in another run
 
 Each fault (`planted_faults.py`) is put into a copy of the package, by which `tests/support/schedules.py` runs
-schedules until one fails: first those that have found a fault before it here, the most often first, then drawn ones of
-a kind that goes through its file (with members for `members/`, with a pool for `pools/`). First there is no fault: no
+schedules until one fails: first those that have found a fault before it here, the most often first, then, of a kind
+that goes through its file (with members for `members/`, with a pool for `pools/`), those that are written by hand
+(`tests/support/directed.py`, negative numbers), and drawn ones. First there is no fault: no
 schedule may fail then, and one that fails with a fault is run without it: if it fails, too, it counts as none. A fault
 whose schedule does not come to its end in this machine's time is found, too, as a hang;
 one that ends the program in another way is not. What is not found says which property, or which kind of fault, the
@@ -26,14 +27,16 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch  # noqa: F401  # by this process alone, which forks one for each fault
+import pytest  # noqa: F401  # what schedules import is loaded by this process alone, which forks one for each fault
+import torch.distributed.fsdp
+import torch.distributed.tensor  # noqa: F401
 from planted_faults import FAULTS
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("straggle", "tests/support")
 USUAL = {"schedules": "1000", "minutes": "60", "only": "", "good": ""}
 MORE_S = 300.0  # for a schedule that was begun in time: the world itself ends one that hangs outside of it before that
-FAILED = re.compile(r"^seed (\d+): (.*)$", re.MULTILINE)
+FAILED = re.compile(r"^seed (-?\d+): (.*)$", re.MULTILINE)
 RUN = re.compile(r"^(\d+) schedules from seed", re.MULTILINE)
 SAID = 60  # characters of what failed
 KINDS = {"members/": "members", "pools/": "pool", "loop/uneven": "join"}
@@ -56,10 +59,20 @@ class Outcome:
 def copy_with(fault, folder):
     """The package in this folder, with the fault in it, if there is one."""
     for name in COPIED:
-        shutil.copytree(ROOT / name, folder / name)  # with what is compiled, which is newer than its file
+        shutil.copytree(ROOT / name, folder / name, copy_function=link)  # with what is compiled
     if fault is not None:
         path = fault.place(folder / "straggle")
-        path.write_text(fault.into(path.read_text()))
+        text = fault.into(path.read_text())
+        path.unlink()  # first: it is a link to the package's own file
+        path.write_text(text)
+
+
+def link(old, new):
+    """The same file, or a copy of it on another disk, with its time: what is compiled is newer."""
+    try:
+        os.link(old, new)
+    except OSError:
+        shutil.copy2(old, new)
 
 
 def try_out(fault, words, minutes):
@@ -113,13 +126,13 @@ def find(fault, schedules, minutes, good, bad):
     first, began, tried = 1, time.monotonic(), 0
     these = [seed for seed, _ in good.most_common(schedules)]
     while (left := minutes - (time.monotonic() - began) / 60) > 0 and tried < schedules:
-        words = [f"seeds={schedules - tried}", f"first={first}", *kinds]
+        words = [f"seeds={schedules - tried}", f"first={first}", *["directed=yes"] * (not tried), *kinds]
         outcome = try_out(fault, words + [f"these={','.join(map(str, these))}"] * bool(these), left)
         tried += int(outcome.after or 0) if outcome.seed is not None else schedules
         if outcome.seed is None or not try_out(None, [f"these={outcome.seed}", "seeds=1"], minutes).found:
             return replace(outcome, after=outcome.after and str(tried), seconds=time.monotonic() - began)
-        bad.add(outcome.seed)
-        if outcome.seed in these:
+        bad.add(outcome.seed)  # none of those that are written by hand: a test runs them
+        if outcome.seed in these and outcome.seed > 0:
             these = these[these.index(outcome.seed) + 1 :]
         else:
             these, first = [], outcome.seed + 1

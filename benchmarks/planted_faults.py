@@ -454,8 +454,8 @@ MEMBERS = [
     Fault(
         "step-twice-in-the-history",
         "members/member.py",
-        "                if number >= history.num_steps:\n                    deadline.decide(table)\n",
-        "                deadline.decide(table)\n",
+        "                if number >= history.num_steps:\n                    self._decide_again(number, table)\n",
+        "                self._decide_again(number, table)\n",
     ),
     Fault("deadline-not-healed", "members/member.py", "            deadline.seconds = deadline_s\n", ""),
     Fault(

@@ -1,7 +1,8 @@
 """Schedules of a simulated world: jobs and faults drawn by a number, and what must hold of each.
 
 ``python tests/support/schedules.py [seeds=N | minutes=M] [first=SEED] [most=FAILURES] [shorten=yes]`` runs them one
-after another; ``these=SEED,SEED`` come first, and ``kind=members`` leaves out others. What fails is printed as a line
+after another; ``these=SEED,SEED`` come first, then, with ``directed=yes``, those written by hand, and
+``kind=members`` leaves out others. What fails is printed as a line
 of a test, as short as it can be made.
 """
 
@@ -24,6 +25,7 @@ from typing import Any
 import sharded_schedules
 import torch
 from always import chained, members_of, notes_of, problems_in
+from directed import DIRECTED
 from scales import at_random
 from schedule_loop import Loop, OwnError
 
@@ -121,6 +123,11 @@ class Schedule:
             "members": Elastic(1, self.suspect_s, self.absence_gain) if self.members else None,
             "links": False,
         }
+
+
+def directed(number: int) -> Schedule:
+    """One that is written by hand, and not drawn: -1 is the first."""
+    return Schedule(number, **DIRECTED[-number - 1])
 
 
 def draw(seed: int) -> Schedule:
@@ -374,6 +381,9 @@ def _given(words: list[str]) -> _Given:
             raise ValueError(word) from None
     these, first = given.get("these", []), given.get("first", random.SystemRandom().randrange(10**9))
     kind = KINDS[given.get("kind", "")]
+    if "directed" in given:
+        by_hand = range(-1, -1 - len(DIRECTED), -1)
+        these = [*these, *(number for number in by_hand if number not in these and kind(directed(number)))]
     drawn = (seed for seed in itertools.count(first) if seed not in these and kind(draw(seed)))
     seeds = itertools.islice(itertools.chain(these, drawn), given.get("seeds", 10**9))
     limit_s = 60 * given.get("minutes", math.inf if "seeds" in given else 1)
@@ -397,11 +407,14 @@ _WORDS: dict[str, Callable[[str], Any]] = {
     "shorten": _one_of(["yes"]),
     "these": lambda value: list(map(int, value.split(","))),
     "kind": _one_of(KINDS),
+    "directed": _one_of(["yes"]),
 }
 
 
 def _drawn(seed: int, kind: str) -> tuple[Any, Callable[[Any], list[str]]]:
     """The schedule of this seed, and what says what does not hold of it; some are of sharded replicas."""
+    if seed < 0:
+        return directed(seed), problems_of
     if kind == "sharded" or (not kind and seed % _SHARDED_EVERY == 0):
         return sharded_schedules.draw(seed), sharded_schedules.problems_of
     return draw(seed), problems_of
@@ -412,7 +425,10 @@ def main(words: list[str]) -> int:
     try:
         given = _given(words)
     except ValueError as error:
-        _say(f"{error}: give seeds=N, minutes=M, first=SEED, these=SEED,SEED, kind=KIND, most=FAILURES or shorten=yes")
+        _say(
+            f"{error}: give seeds=N, minutes=M, first=SEED, these=SEED,SEED, directed=yes, kind=KIND, most=FAILURES or "
+            "shorten=yes"
+        )
         return 2
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)

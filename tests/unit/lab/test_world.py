@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from schedules import Schedule, draw, problems_of
+from directed import DIRECTED
+from schedules import Schedule, directed, draw, problems_of
 from schedules import main as sweep
 from torch import nn
 
@@ -191,6 +192,17 @@ def test_notification_that_is_missing_is_found_in_the_order_that_needs_it(monkey
 def test_what_must_hold_does_in_schedules_that_are_drawn(seed):
     schedule = replace(draw(seed), steps=6)
     assert problems_of(schedule) == []
+
+
+@pytest.mark.parametrize("number", [-7, -21, -31])
+def test_what_must_hold_does_in_some_schedules_that_are_written_by_hand(number):
+    assert problems_of(directed(number)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(-1, -1 - len(DIRECTED), -1))
+def test_what_must_hold_does_in_each_schedule_that_is_written_by_hand(number):
+    assert problems_of(directed(number)) == []
 
 
 FOUND: list[Schedule] = [
