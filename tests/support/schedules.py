@@ -55,6 +55,7 @@ from straggle.members.membership import TooFewRanks
 
 LONGEST_S = 400.0
 DECAY = 0.5
+WRAPPED_S = 0.1  # all ranks have wrapped the model by then
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,9 @@ def draw(seed: int) -> Schedule:
         schedule = replace(schedule, raises=(chance.randrange(ranks - 1), chance.randrange(steps)))
     length_s = steps * 0.1 * schedule.num_microbatches * max(1, schedule.num_parts / ranks)
     faults = tuple(_fault(chance, schedule, length_s) for _ in range(pick([0, 1, 1, 2, 2, 3, 5])))
+    if not members and any(isinstance(fault, Kill) for fault in faults):
+        # who is killed before it has wrapped the model is waited for as long as the process group's limit, 30 minutes
+        faults = tuple(replace(fault, at_s=max(fault.at_s, WRAPPED_S)) for fault in faults)
     return _with_more(random.Random(f"more {seed}"), replace(schedule, faults=faults), length_s)
 
 
@@ -260,6 +264,7 @@ def problems_of(schedule: Schedule) -> list[str]:
     killed = {fault.rank for fault in schedule.faults if isinstance(fault, Kill) and fault.back_s is None}
     fails = (killed or schedule.raises is not None) and not schedule.members
     state_is_lost = schedule.members and members_of(done) <= _may_end(schedule)
+    state_is_lost |= schedule.members and _ended_unheard(schedule, done)
     fails = fails or (state_is_lost and any(isinstance(result, TooFewRanks) for result in done.results))
     for rank, result in enumerate(done.results):
         if isinstance(result, list):
@@ -287,6 +292,13 @@ def problems_of(schedule: Schedule) -> list[str]:
         most = max((note["step"] for _, note in notes_of(done)), default=-1)
         found += [f"the job ended after step {most} of {schedule.steps}"] * (most != schedule.steps - 1)
     return found + problems_in(schedule, done)
+
+
+def _ended_unheard(schedule: Schedule, done: Run) -> bool:
+    """Whether the store came back empty after some last step: nobody tells who was out then that all ended."""
+    ends = [note["seen"].left_at for _, note in notes_of(done) if note["step"] == schedule.steps - 1]
+    emptied = [own.at_s + own.for_s for own in schedule.faults if isinstance(own, StoreAway) and own.empties]
+    return bool(ends and emptied) and max(emptied) > min(ends)
 
 
 def _may_end(schedule: Schedule) -> set[int]:
