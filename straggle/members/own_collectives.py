@@ -12,7 +12,7 @@ import sys
 from torch.distributed.c10d_logger import _c10d_logger
 
 from straggle.members.membership import Membership
-from straggle.members.view import NOT_KNOWN, SLOW, View
+from straggle.members.view import NOT_KNOWN, SLOW, Change, View
 from straggle.merge.wire.channel import PeerFailed
 from straggle.merge.wire.groups import is_of_peer
 from straggle.stuck.frames import frames_of, place_of
@@ -80,8 +80,13 @@ class OwnCollectives:
             return f"rank {membership.inside.rank(membership.rank)} was started again"
         view, changes = membership.view, dict(membership.chain.changes)
         left = [change for change in view.changes_since(self._first, changes) if not change.joined]
-        left = [change for change in left if change.rank in view.members or change.kind not in _LIVES]
+        left = [change for change in left if change.rank in view.members or _is_gone(change)]
         because = [change for change in left if change.kind != "raised"] or left  # others raised because of these
         whys = ["" if change.reason == NOT_KNOWN else f" ({change.reason})" for change in because]
         named = [f"{membership.inside.kind} {change.rank} left{why}" for change, why in zip(because, whys, strict=True)]
         return "; ".join(named)
+
+
+def _is_gone(change: Change) -> bool:
+    """Whether the process of a rank that left may have ended; of one that left in a view not seen, it is not known."""
+    return change.kind not in _LIVES or change.reason == NOT_KNOWN
