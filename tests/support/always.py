@@ -179,6 +179,8 @@ def of_bounds(schedule: Any, run: Run) -> list[str]:
         present = [own.rank for own in report.ranks if not own.absent]
         if report.deadline_s == math.inf or not set(present) <= before.keys() & notes.keys():
             continue
+        if present != [own.rank for own in next(iter(before.values()))["report"].ranks if not own.absent]:
+            continue  # members changed in it, which takes them as long as they suspect one another
         found += _of_bound(schedule, step, {rank: notes[rank]["seen"] for rank in present}, steps, report)
     return found
 
