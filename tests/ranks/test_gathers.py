@@ -228,7 +228,7 @@ SAID = {("block", 60.0): 1, ("fourth step", 60.0): 3}
 
 
 def test_collective_in_the_block_is_warned_of_once_with_its_line_by_the_lowest_rank():
-    lowest, other = run_ranks(loops, 2, [*SAID, *SILENT])
+    lowest, other = run_forked(loops, 2, [*SAID, *SILENT])
     assert other == [[]] * len(other)
     assert lowest[len(SAID) :] == [[]] * len(SILENT)
     for (message,), step in zip(lowest, SAID.values(), strict=False):

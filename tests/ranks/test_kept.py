@@ -6,7 +6,7 @@ import pytest
 import torch
 from host_reads import HostReads
 from queued_device import queued_device
-from ranks import digest, logged, run_ranks, staged
+from ranks import digest, logged, run_forked, run_ranks, staged
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import Stopper, features, mlp
@@ -230,7 +230,7 @@ def zeroed_in_place(rank, is_queued, order):
 
 @pytest.mark.parametrize("order", ["first in the block", "before backward"])
 def test_device_is_not_read_to_see_which_gradients_are_zeros_and_the_result_is_that_of_the_cpu(order):
-    on_cpu, queued = run_ranks(zeroed_in_place, 2, False, order), run_ranks(zeroed_in_place, 2, True, order)
+    on_cpu, queued = (run_forked(zeroed_in_place, 2, is_queued, order) for is_queued in (False, True))
     assert [seen for seen, _ in queued] == [seen for seen, _ in on_cpu]
     for _, found in queued:
         assert [len(own) for own in found] == [0, 0, 0, 2]  # in step 3, those without a gradient of the pass

@@ -26,6 +26,8 @@ from torch.distributed.tensor import DTensor
 
 from straggle import StagedDataParallel
 
+pytestmark = pytest.mark.slow  # FSDP2 on four ranks, many times
+
 WIDTH, EXACT, NUM_STEPS, NUM_CASES = 6, 1e-5, 4, 39
 LATE_RANK, REPLICAS = 3, (range(2), range(2, 4))
 

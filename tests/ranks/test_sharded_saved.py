@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from ranks import Raised, run_ranks, staged
@@ -15,6 +16,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from straggle import MovingAverage, StagedDataParallel
 from straggle.commands.checkpoint import Checkpoint
 from straggle.stop_signal import StopSignal
+
+pytestmark = pytest.mark.slow  # FSDP2 on four ranks, several times
 
 SAVED_AT, NUM_STEPS = 2, 4
 ALL_ROWS = 24  # of a step: each rank has an equal part

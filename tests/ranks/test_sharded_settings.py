@@ -21,6 +21,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 from straggle import Step
 
+pytestmark = pytest.mark.slow  # FSDP2 on four ranks, many times
+
 SHARDS, RANKS = 2, 4
 PAGE = Path(__file__).parents[2] / "docs" / "sharded.md"
 

@@ -404,7 +404,7 @@ def test_merged_gradient_is_the_mean_over_the_passes_that_came_and_the_next_step
     check(WORLDS[world], FEW[world])
 
 
-@pytest.mark.parametrize("world", MANY)
+@pytest.mark.parametrize("world", [pytest.param(w, marks=pytest.mark.slow) if w == "sharded" else w for w in MANY])
 def test_it_is_so_in_each_world_in_each_of_many_cases(world: str) -> None:
     check(WORLDS[world], MANY[world])
 

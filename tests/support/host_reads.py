@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
@@ -33,6 +33,8 @@ class HostReads(TorchDispatchMode):
     there, innermost first.
     """
 
+    _open: ClassVar[list[HostReads]] = []
+
     def __init__(self, tensors: Iterable[Tensor | None]) -> None:
         super().__init__()
         self.reads: list[str] = []
@@ -41,6 +43,8 @@ class HostReads(TorchDispatchMode):
         self.add(tensors)
 
     def __enter__(self) -> HostReads:
+        assert not self._open, "its patches are the process's: ranks that use it have one each (run_forked)"
+        self._open.append(self)
         super().__enter__()
         for owner, names, noted in self._calls():
             for name in names:
@@ -50,6 +54,7 @@ class HostReads(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         self._patches.close()
         super().__exit__(*error)
+        self._open.remove(self)
 
     def add(self, tensors: Iterable[Any], *, on_host: bool = False) -> None:
         """These are the device's, or the host's, from here on."""
