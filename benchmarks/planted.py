@@ -131,7 +131,7 @@ def find(fault, schedules, minutes, good, bad):
         tried += int(outcome.after or 0) if outcome.seed is not None else schedules
         if outcome.seed is None or not try_out(None, [f"these={outcome.seed}", "seeds=1"], minutes).found:
             return replace(outcome, after=outcome.after and str(tried), seconds=time.monotonic() - began)
-        bad.add(outcome.seed)  # none of those that are written by hand: a test runs them
+        bad.add(outcome.seed)  # none of those that are written by hand: they pass without a fault
         if outcome.seed in these and outcome.seed > 0:
             these = these[these.index(outcome.seed) + 1 :]
         else:
