@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from ranks import run_forked, run_ranks, staged
+from ranks import run_ranks, staged
 from training import Chain, Stopper
 
 from straggle import world
@@ -111,7 +111,7 @@ def votes_of_two(rank):
 
 
 def test_ranks_of_a_replica_are_told_the_same_at_the_next_unit():
-    first, second = run_forked(votes_of_two, 2)
+    first, second = run_ranks(votes_of_two, 2)
     for answers, again, mean, _, agreed, alike, copies in (first, second):
         assert answers == [False, False, True]
         assert not again  # what was asked last in the step before is not an answer in this one

@@ -31,7 +31,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from network import Network, enter
-from ranks import Raised, outcome_of  # which sets what the server of forks has loaded
+from ranks import Raised, outcome_of, own_to_the_ranks  # which sets what the server of forks has loaded
 from stores import serve_store
 
 from straggle.backward import stages
@@ -394,7 +394,7 @@ def run_job(
     It ends with the block. ``replica_size`` ranks are a replica, and are started together. ``seed`` draws the order of
     events. A function may set how large a bucket is, as in a process of its own.
     """
-    with tempfile.TemporaryDirectory() as folder, all_logged():
+    with tempfile.TemporaryDirectory() as folder, all_logged(), own_to_the_ranks():
         job = WorldJob(Path(folder), world_size, pickle.dumps((function, args)), replica_size)
         with (
             patch.object(stages, "BUCKET_BYTES", stages.BUCKET_BYTES),

@@ -94,7 +94,7 @@ def run_ranks(
     def loop(rank: Rank) -> Any:
         return outcome_of(payload, rank.number)
 
-    with _constants_set_back(), warnings.catch_warnings():
+    with own_to_the_ranks(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as in a process of its own: what torch warns of is no error there
         run = run_world(loop, ranks=world_size, seed=seed, faults=faults, longest_s=timeout_s, end_s=timeout_s)
     results = [_ended(own) for own in run.results]
@@ -102,15 +102,25 @@ def run_ranks(
 
 
 @contextlib.contextmanager
-def _constants_set_back() -> Iterator[None]:
-    """What ranks set in modules of straggle's, as ``stages.BUCKET_BYTES``, is theirs, and gone with their processes."""
+def own_to_the_ranks() -> Iterator[None]:
+    """What ranks set in modules and classes of straggle's is theirs, and gone with their processes.
+
+    That is a constant, as ``stages.BUCKET_BYTES``, or a method that a rank has put in another's place.
+    """
     modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "straggle"]
-    before = [{name: value for name, value in vars(module).items() if name.isupper()} for module in modules]
+    classes = {own for module in modules for own in vars(module).values() if isinstance(own, type)}
+    ours = [own for own in classes if own.__module__.partition(".")[0] == "straggle"]
+    constants = [{name: value for name, value in vars(module).items() if name.isupper()} for module in modules]
+    methods = [{name: value for name, value in vars(own).items() if callable(value)} for own in ours]
     try:
         yield
     finally:
-        for module, constants in zip(modules, before, strict=True):
-            vars(module).update(constants)
+        for module, before in zip(modules, constants, strict=True):
+            vars(module).update(before)
+        for own, of_class in zip(ours, methods, strict=True):
+            for name, value in of_class.items():
+                if vars(own).get(name) is not value:
+                    setattr(own, name, value)
 
 
 def _ended(result: Any) -> Any:
