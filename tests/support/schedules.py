@@ -438,8 +438,8 @@ def main(words: list[str]) -> int:
         given = _given(words)
     except ValueError as error:
         _say(
-            f"{error}: give seeds=N, minutes=M, first=SEED, these=SEED,SEED, directed=yes, kind=KIND, most=FAILURES or "
-            "shorten=yes"
+            f"{error}: give seeds=N, minutes=M, first=SEED, these=SEED,SEED, directed=yes, "
+            f"kind={'|'.join(filter(None, KINDS))}, most=FAILURES or shorten=yes"
         )
         return 2
     logging.disable(logging.CRITICAL)
