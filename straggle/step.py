@@ -17,6 +17,7 @@ from straggle.merge.round.coordinator import Coordinator
 from straggle.merge.rows.telemetry import MAX_SCALARS, ScalarNames
 from straggle.merge.wing import Departure
 from straggle.policies.cost import check_cost
+from straggle.policies.deadline import check_count
 
 Part = TypeVar("Part")
 LOG_AFTER_MERGE = (
@@ -117,14 +118,17 @@ class Step:
         from it and from the micro-batch's number alone, and a step that has lost micro-batches with a rank is made
         again in the same block, by those that are left.
 
-        Raises ``ValueError`` for invalid parts or weights, and ``RuntimeError`` outside of the block, for a second call
-        in it, and together with ``num_microbatches`` or ``step.weight``, or a ``seed`` with ``step(optimizer=...)``.
+        Raises ``ValueError`` for invalid parts, weights or seed, and ``RuntimeError`` outside of the block, for a
+        second call in it, and together with ``num_microbatches`` or ``step.weight``, or a ``seed`` with
+        ``step(optimizer=...)``.
         """
         weights = getattr(parts, "weights", None) if weights is None else weights
         own = tuple(map(float, weights)) if weights is not None else (1.0,) * len(parts)
         self._check_pull(len(parts), own)
-        if seed is not None and self.optimizer is not None:
-            raise RuntimeError(SEED_BESIDE_OPTIMIZER)
+        if seed is not None:
+            check_count("step.pull: seed", seed)
+            if self.optimizer is not None:
+                raise RuntimeError(SEED_BESIDE_OPTIMIZER)
         self._pulls = True
         self._drawn = self._draw(own, seed)
         return self._looked_up(parts, self._drawn)

@@ -164,6 +164,21 @@ def test_wrong_uses_of_a_seed_are_refused_with_what_to_write():
     assert "leave out optimizer=, and call optimizer.step() after the block" in told[1]
 
 
+def wrong_seeds(rank):
+    told = []
+    with staged(mlp()) as model:
+        for seed in ("a", 1.5, True, -1):
+            with pytest.raises(ValueError, match="seed") as error, model.step() as step:
+                step.pull([features(0, 0)], seed=seed)
+            told.append(str(error.value))
+    return told
+
+
+def test_seed_that_is_no_number_is_refused_where_it_is_given():
+    (told,) = run_ranks(wrong_seeds, 1)
+    assert told == [f"step.pull: seed={seed}: must be an integer of at least 0" for seed in ("a", 1.5, True, -1)]
+
+
 def own_numbers(rank):
     """What the loop draws by itself after each step."""
     module, seen = mlp(), []
