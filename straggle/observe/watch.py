@@ -22,6 +22,7 @@ from straggle.backward.clocks import moment
 from straggle.backward.hooks import ModuleHook
 from straggle.backward.loop_hooks import around_collectives, around_loads, around_steps
 from straggle.backward.stages import StagePlan, plan_stages, trainable
+from straggle.observe.pauses import PauseDetector
 from straggle.observe.watch_file import ALL, FOLDER, WatchFile
 from straggle.observe.watched_job import Job, job_of, units_of
 from straggle.observe.watched_steps import Recorder, StepTimes
@@ -100,7 +101,9 @@ class _Watched:
         self._module, self._file = weakref.ref(job.module), file
         self._sharded, self._has_header = job.is_sharded, False
         self._plan: StagePlan | None = None
-        self.recorder = Recorder(partial(moment, parameters[0].device, clock), self._written, job.merge)
+        # pauses are the process's own, by its clock: by another one none is known
+        detector = PauseDetector() if clock is time.monotonic else PauseDetector(clock, clock)
+        self.recorder = Recorder(partial(moment, parameters[0].device, clock), self._written, job.merge, detector)
         self._handles = [
             *_around_passes(model, job.module, self.recorder),
             *around_steps(parameters, self.recorder.optimizer_begins, self.recorder.optimizer_ends),

@@ -48,7 +48,9 @@ class Recorder:
     own work. In these two cases a step ends where an optimizer begins.
     """
 
-    def __init__(self, now: Callable[[], Any], written: Callable[[StepTimes], None], merge: str) -> None:
+    def __init__(
+        self, now: Callable[[], Any], written: Callable[[StepTimes], None], merge: str, detector: PauseDetector
+    ) -> None:
         self._now, self._written, self._merge = now, written, merge
         self._thread = threading.get_ident()
         self.phase, self._since = "outside", now()
@@ -59,7 +61,7 @@ class Recorder:
         self._in_pass = self._synced = False
         self._loads = Loads()
         self.ends = StageEnds(now)
-        self._detector = PauseDetector()
+        self._detector = detector
         self._detector.start()
 
     def close(self) -> None:

@@ -272,6 +272,7 @@ def train_to_the_end(rank):
     """Rank 1 is through, and gone, while rank 0 is still in the last step's merge."""
     signals, channel = Signals(), Channel(None, give_up_s=30.0)
     channel.merged(2)
+    dist.barrier()  # both have formed their groups: one that ends while its peer forms them is another case
     if rank == 1:
         channel.close()
         signals.send("closed")
