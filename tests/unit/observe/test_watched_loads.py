@@ -41,7 +41,7 @@ def train(folder, load):
                 optimizer.step()
                 optimizer.zero_grad()
                 clock.now_s += LOG_S
-                gc.collect()  # takes no time by this clock
+                gc.collect(0)  # takes no time by this clock
             with torch.no_grad():
                 for x in DataLoader(torch.ones(2, 4)):
                     model(x)
