@@ -50,13 +50,15 @@ _DECIDED = """\
                 deadline.decide(table)
 """
 _NEXT = (
-    "        begin_next,  # the merge is in the next step from here on, "
-    "and whoever waits for this one may take it\n"
-    "        stop_training,  # if it is still in this step, or an earlier one, it comes to take the merge\n"
-    "        watch_next,  # by the deadline of the next step: "
-    "the stand-in may have to look earlier than it planned\n"
+    "            rank.merging.merged(current)  # the next step begins, and whoever waits for this one may take it\n"
+    "            rank.training.merged(current)  "
+    "# if it is still in this step, or an earlier one, it comes to take the merge\n"
+    "            rank.stand_in.merged(current)  # by the next deadline: it may have to look earlier than it planned\n"
 )
-_WINGS = "        *wings,  # who takes part in the next step, which must have begun\n"
+_WINGS = (
+    "            for phase in self._wings.merged:  # who takes part in the next step, which must have begun\n"
+    "                phase(current)\n"
+)
 
 MERGE = [
     # -- a thread is not woken, or looks too late
@@ -106,8 +108,10 @@ MERGE = [
         "            with self._lock:\n                self._channel.post_failure(what)\n",
     ),
     # -- another order of two things
-    Fault("deadline-noted-after-the-next", "merge/round/step_result.py", _NOTED + _DECIDED, _DECIDED + "    " + _NOTED),
-    Fault("members-before-the-next-step", "merge/phases.py", _NEXT + _WINGS, _WINGS + _NEXT),
+    Fault(
+        "deadline-noted-after-the-next", "merge/round/merged_steps.py", _NOTED + _DECIDED, _DECIDED + "    " + _NOTED
+    ),
+    Fault("members-before-the-next-step", "merge/round/merged_steps.py", _NEXT + _WINGS, _WINGS + _NEXT),
     Fault(
         "bucket-goes-before-its-step-is-kept",
         "merge/round/round.py",
@@ -176,7 +180,7 @@ MERGE = [
     ),
     Fault(
         "sums-of-another-step",
-        "merge/round/completion.py",
+        "merge/round/merged_steps.py",
         "if training.is_in(current.step) and training.entry.tensors is not None:",
         "if training.entry.tensors is not None:",
     ),
@@ -259,7 +263,7 @@ MERGE = [
     ),
     Fault(
         "end-noted-a-step-early",
-        "merge/round/step_result.py",
+        "merge/round/merged_steps.py",
         "self._rank.channel.merged(current.step)",
         "self._rank.channel.merged(current.step - 1)",
     ),

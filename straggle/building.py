@@ -31,9 +31,9 @@ from straggle.loop.step_warnings import StepWarnings
 from straggle.loop.uneven import Joins
 from straggle.merge.alike import Wrapped
 from straggle.merge.late.replica import Replica
-from straggle.merge.phases import Phase, when_left
 from straggle.merge.round.buffers import bytes_on_wire
 from straggle.merge.round.rank_parts import RankParts
+from straggle.merge.round.round import Round
 from straggle.merge.saved_state import ResumeState, SharedMemory
 from straggle.merge.state.module_state import ModuleState
 from straggle.merge.wing import Wings
@@ -60,6 +60,9 @@ _OPTIONAL = (
     "replay.wing",
     "stuck.wing",
 )
+
+
+Phase = Callable[[Round], object]
 
 
 def load_optional_parts() -> None:
@@ -105,7 +108,8 @@ class OptionalParts:
 class Built:
     """A model's parts.
 
-    ``drops``: on ranks that may have to say them. ``phases``: of leaving a step, and of leaving a usual one.
+    ``drops``: on ranks that may have to say them. ``phases``: what the training thread goes through when it has left a
+    step, whose gradients are in place; and when that was a usual one.
     """
 
     parts: ModelParts
@@ -237,19 +241,24 @@ def _with_the_loop(
     )
     replanning = Replanning(module, parts, steps, resume_state)
     planning = Planning(module, parts, replanning)
-    phases = when_left(
-        warn=warnings.merged,
-        count_drops=() if drops is None else (drops.drops.add,),
-        say_drops=() if drops is None else (drops.merged,),
-        end_loops=joins.merged,
-        check_alike=replanning.merged,
-        plan_stages=planning.merged,
-        compare=warnings.of_different_replicas,
-        hooks=registers.merged,
-        wings=parts.wings.left,
-        last=parts.wings.last,
+    counts, says = ((), ()) if drops is None else ((drops.drops.add,), (drops.merged,))
+    phases: tuple[Phase, ...] = (
+        warnings.merged,  # what the loop seems to do wrong, before anything of the step may raise
+        *counts,  # what ranks did not give, on the rank that says it
+        *says,  # in the log
+        joins.merged,  # ends loops over `join`, if no rank has data any more
+        *parts.wings.left,  # what they learn from the step
+        replanning.merged,  # raises on all ranks alike, before they plan together
+        planning.merged,  # all ranks together, before code of the user's may raise on one of them
+        warnings.of_different_replicas,  # in words
+        registers.merged,  # the user's hooks
+        *parts.wings.last,  # whether this rank's loop goes on, which may take long
     )
-    return Built(parts, wings, steps, warnings, replanning, planning, joins, drops, resume_state, phases)
+    # of a usual step, in which replicas are the same (`Table.is_usual`)
+    unusual = (replanning.merged, warnings.of_different_replicas, *says)
+    usual_phases = tuple(phase for phase in phases if phase not in unusual)
+    both = phases, usual_phases
+    return Built(parts, wings, steps, warnings, replanning, planning, joins, drops, resume_state, both)
 
 
 def _attach(members: Members, module: nn.Module, built: Built, hooks: MembersHooks) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from straggle.members.member import Member
 from straggle.members.moved_round import Notes, without_lost
-from straggle.merge.round.completion import Completion
+from straggle.merge.round.merged_steps import Completion
 from straggle.merge.round.rank_parts import RankParts
 from straggle.merge.round.round import Round
 from straggle.merge.wire.channel import GroupsChanged, PeerFailed

@@ -18,7 +18,8 @@
 | `failed` | code of the user's raised on this rank, or its estimator did | training | no |
 | `close` | the model is closed | any | no |
 
-`merge/phases.py` has the order of what the core itself does around them. No phase is called for each gradient, and
+`MergedSteps._publish` has the order of what the core does around those of a merge, and `building.py` that around
+`left`. No phase is called for each gradient, and
 none for a wing that does nothing in it.
 """
 
@@ -26,7 +27,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 
 class Departure(ABC):
@@ -48,10 +49,22 @@ class Departure(ABC):
 
 if TYPE_CHECKING:
     from straggle.merge.late.sides import Entry
-    from straggle.merge.round.completion import Completion
     from straggle.merge.round.round import Round
     from straggle.merge.rows.telemetry import Row
-    from straggle.merge.wing import Departure
+    from straggle.merge.wire.groups import ProcessGroups
+
+
+class WaitsForMerge(Protocol):
+    """When a closed round is merged; `Completion` waits for its messages and for nothing else."""
+
+    def wait(self, current: Round, give_up_s: float | None, on_merged: Callable[[Round], None] | None) -> int | None:
+        """Wait for all of it; the epoch that it was merged in, or ``None`` if the rank has given it up."""
+
+    def is_current(self, epoch: int) -> bool:
+        """Whether what was merged in this epoch may be published; with the lock held."""
+
+    def groups_for(self, current: Round, epoch: int) -> ProcessGroups | None:
+        """Among whom more may be sent of it before it is published; ``None``: nothing. With the lock held."""
 
 
 class Wing:
@@ -63,7 +76,7 @@ class Wing:
     """
 
     option = ""
-    completion: Completion | None = None
+    completion: WaitsForMerge | None = None
     departure: Departure | None = None
     goes_on = False
     keeps_stages = False
