@@ -174,7 +174,7 @@ MERGE = [
     ),
     Fault(
         "fingerprint-of-another-step",
-        "merge/rows/row.py",
+        "merge/round/submission.py",
         "fingerprint=entry.fingerprint if in_step else NO_FINGERPRINT",
         "fingerprint=entry.fingerprint",
     ),

@@ -41,9 +41,9 @@ _RATE = Metric(
 class RankNumbers:
     """The numbers of a rank's row that its report has unchanged.
 
-    To add one, declare it here and set it in `merge/rows/row.py`: the wire, the table, the report, the trace, the
-    arrays of a run and, if it has a metric, the exporter follow from this declaration. ``nonfinite`` is counted during
-    the merge (`merge/round/buffers.py`).
+    To add one, declare it here and set it in `merge/round/submission.py`: the wire, the table, the report, the trace,
+    the arrays of a run and, if it has a metric, the exporter follow from this declaration. ``nonfinite`` is counted
+    during the merge (`merge/round/buffers.py`).
     """
 
     compute_s: float = field(

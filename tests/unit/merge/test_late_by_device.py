@@ -13,7 +13,7 @@ from straggle.backward.device_clock import DeviceClock, HostTimes
 from straggle.merge.late.current_deadline import CurrentDeadline
 from straggle.merge.late.sides import Entry, MergeSide, TrainingSide
 from straggle.merge.late.stand_in import StandIn
-from straggle.merge.rows.row import by_device
+from straggle.merge.round.submission import by_device
 from straggle.merge.rows.telemetry import Row
 from straggle.report import PHASES, RankNumbers
 
