@@ -229,7 +229,8 @@ def _with_the_loop(
     options, channel, coordinator = parts.options, parts.channel, parts.coordinator
     drops_nonfinite = options.merge.nonfinite == "drop"
     steps = OptimizerSteps(parts.source.all, parts.opened, drops_nonfinite=drops_nonfinite)
-    warnings, joins = StepWarnings(channel, options.merge, parts.opened, coordinator, called_in), Joins()
+    warnings = StepWarnings(channel, options.merge, parts.opened, coordinator, called_in)
+    parts.opened.follow_loops(joins := Joins(parts.replica.ranks))
     resume_state = ResumeState(
         coordinator,
         module,

@@ -27,7 +27,6 @@ from straggle.merge.checks import (
     CLIP_AFTER_THE_BLOCK,
     CLIP_BEFORE_THE_STEP,
     INSTEAD,
-    NO_JOIN,
     check_num_microbatches,
     clips,
     is_sharded,
@@ -279,11 +278,10 @@ class StagedDataParallel(nn.Module):
         Several batches may be drawn for a step (``num_microbatches``), before it or in its block; if they end within a
         step, those drawn count. To know which batch is the last, one is fetched ahead: put a loader that prefetches, or
         that reuses its memory, inside of ``join``. A rank that comes back (`Elastic`) leaves it when the others have:
-        the ranks' calls of ``join`` are matched by number. Raises ``ValueError`` if there is no batch.
+        the ranks' calls of ``join`` are matched by number. The ranks of a sharded replica must have the same number.
+        Raises ``ValueError`` if there is no batch and, in the step in which it is seen, if they have not.
         """
-        if self._options.sharded:
-            raise ValueError(NO_JOIN)
-        return self._joins.batches(loader, self._coordinator.training, self.rank, self._open.out_of_data)
+        return self._joins.batches(loader, self._coordinator.training, self.job_rank, self._open.out_of_data)
 
     @property
     def learned(self) -> tuple[list[int], list[float]]:

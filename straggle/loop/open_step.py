@@ -24,6 +24,7 @@ from straggle.backward.stages import PlanLearner, StagePlan
 from straggle.loop.by_hand import ByHand, Unreached, check_dense
 from straggle.loop.in_step import NO_RUN, EarlySteps, InStep, LeftStep
 from straggle.loop.stop_rules import ByClock, NoData
+from straggle.loop.uneven import Joins
 from straggle.merge.checks import check_passes_to_come
 from straggle.merge.late.sides import Entry
 from straggle.merge.round.buffers import Share
@@ -101,6 +102,7 @@ class OpenStep(PassWatcher):
         self._on_thread.add(self)
         self._now = InStep(coordinator.training.entry, self._by_clock)  # the step that it is in, or was in last
         self._again: Callable[[Round], bool] = lambda _merged: False  # whether a merged step is to be made again
+        self._loops = Joins()
         self.unreached, self._fills = Unreached(), fills
 
     # -- the two ends of the block
@@ -140,6 +142,10 @@ class OpenStep(PassWatcher):
         # the coordinator first: a gradient is refused while `step` is None, and needs its round after that
         self._coordinator.enter(entry)
         self.step = step
+
+    def follow_loops(self, loops: Joins) -> None:
+        """These are the loops over `StagedDataParallel.join`, of which the ranks of a replica tell each other."""
+        self._loops = loops
 
     def replanned(self, plan: StagePlan | None) -> None:
         """Between two steps: parameters are others, with these stages (``None``: they are still to be learned)."""
@@ -755,7 +761,9 @@ class OpenStep(PassWatcher):
             copied = self._source.copied
             weights = [merged.buffers.weight_of(index) for index in copied]
             # all ranks of the replica call it in each step, or none does: it is a collective
-            agreed = self._vote.agree(own, merged.table.column("inside_wait_s"), weights, merged.table.scalars())
+            tells = self._loops.tell(merged, self._training.joins_over)
+            agreed = self._vote.agree(own, merged.table.column("inside_wait_s"), weights, merged.table.scalars(), tells)
+            self._loops.told(agreed.told)
             merged.correct(replace(merged.record, slowest_ranks=agreed.slowest, scalars=agreed.scalars))
             found = zip(agreed.present, own, merged.buffers.views, gradients, strict=True)
             gradients = [view.zero_() if any_has and not has else gradient for any_has, has, view, gradient in found]

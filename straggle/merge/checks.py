@@ -55,10 +55,6 @@ CLIP_BEFORE_THE_STEP = (
     "leave optimizer= out of step(), and call optimizer.step() after clipping (for the norm alone there is "
     "torch.nn.utils.get_total_norm)"
 )
-NO_JOIN = (
-    "model.join(loader) with mesh=: ranks of a replica run their passes together, so give all ranks the same number "
-    "of batches, such as by DistributedSampler(drop_last=True)"
-)
 STEPPED_ALREADY = (
     "optimizer.step() after `with model.step(optimizer=optimizer)`, which has made this step: leave out one of them"
 )

@@ -102,12 +102,6 @@ def of_an_old_torch() -> None:
         FSDPModule.reset_iter_state = there
 
 
-def joining() -> None:
-    both = pair()
-    with staged(both.net, mesh=both.mesh["dp_replicate"]) as model:
-        model.join([])
-
-
 def pulling() -> None:
     both = pair()
     with staged(both.net, mesh=both.mesh["dp_replicate"]) as model, model.step() as step:
@@ -130,7 +124,6 @@ CASES: dict[Callable[[], None], str] = {
     with_a_group: "mesh= and process_group=: the mesh has the group over which replicas are merged",
     with_members: "so write fully_shard(..., mesh=straggle.replica_mesh()); leave mesh= out",
     of_an_old_torch: "has no FSDPModule.reset_iter_state",
-    joining: "give all ranks the same number of batches",
     pulling: "write model.step(num_microbatches=n)",
 }
 

@@ -36,12 +36,14 @@ class Agreed:
     """``present``: of which slots any of the ranks has a gradient; ``slowest``: for which rank each replica waited.
 
     ``alike``: all have the same, with the same weights. ``scalars``: the means over all ranks, by the hash of the name.
+    ``told``: the numbers that each rank told.
     """
 
     present: Sequence[bool]
     slowest: tuple[int, ...]
     alike: bool = True
     scalars: Mapping[float, float] = field(default_factory=dict)
+    told: Sequence[Sequence[float]] = ()
 
 
 class Inside(Protocol):
@@ -93,12 +95,14 @@ class Vote(Protocol):
         waited_s: Sequence[float],
         weights: Sequence[float],
         scalars: Mapping[float, float],
+        tells: Sequence[float] = (),
     ) -> Agreed:
         """What the ranks of the replica have of a merged step, from what this one has of it.
 
         ``present``: whether there is a gradient, for each slot; ``weights``: what is in those of which all have copies.
         ``waited_s``: for how long the rank with this one's shards waited for others of its replica, for each replica.
-        ``scalars``: the means over the ranks with these shards, at most `MAX_SCALARS` of them.
+        ``scalars``: the means over the ranks with these shards, at most `MAX_SCALARS` of them. ``tells``: as many
+        numbers on each rank, that all are told.
         """
 
     def average(self, copied: Sequence[Tensor], weights: Sequence[float]) -> None:
@@ -264,12 +268,14 @@ class UnitVote:
         waited_s: Sequence[float],
         weights: Sequence[float],
         scalars: Mapping[float, float],
+        tells: Sequence[float] = (),
     ) -> Agreed:
         """The merges of different shards may not have the same replicas in them, if one was stood in for."""
         # one number in place of a list: if its mean and mean square agree, all ranks have the same
         mark = hash((*present, *weights)) % _MARKS  # of numbers: the same in every process
         pairs = [number for pair in scalars.items() for number in pair]
-        numbers = [*waited_s, *pairs, *[0.0] * (2 * MAX_SCALARS - len(pairs))]
+        first_told = len(waited_s) + 2 * MAX_SCALARS
+        numbers = [*waited_s, *pairs, *[0.0] * (2 * MAX_SCALARS - len(pairs)), *tells]
         own = torch.zeros(self._channel.world_size, len(numbers), dtype=torch.float64)
         own[self._channel.rank] = torch.tensor(numbers, dtype=torch.float64)
         word, *yes = (0, False, False) if self.question is None else self.question()
@@ -279,11 +285,12 @@ class UnitVote:
             agreed = words > 0 and self._channel.world_size * of_words == words * words
             self.question.answered(agreed=agreed, num_yes=(round(first), round(second)))
         by_rank = [rest[first : first + len(numbers)] for first in range(0, len(rest), len(numbers))]
-        waits, means = [row[: len(waited_s)] for row in by_rank], means_of(row[len(waited_s) :] for row in by_rank)
+        waits, told = [row[: len(waited_s)] for row in by_rank], [row[first_told:] for row in by_rank]
+        means = means_of(row[len(waited_s) : first_told] for row in by_rank)
         # a second message only if they differ, which all ranks see alike: they all send it, or none does
         if not (alike := self._channel.world_size * squares == marks * marks):
             present = [number > 0 for number in self._sum(torch.tensor(present, dtype=torch.int32), _MERGED)]
-        return Agreed(present, self._slowest(waits), alike, means)
+        return Agreed(present, self._slowest(waits), alike, means, told)
 
     def average(self, copied: Sequence[Tensor], weights: Sequence[float]) -> None:
         """By one message; the order of the ranks is that of each other replica, and so are the bits."""
