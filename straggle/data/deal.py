@@ -11,25 +11,31 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from straggle.data.costs import Costs
 from straggle.members.rows import leaving_ranks
 from straggle.merge.rows.step_record import StepRecord
+
+_KEPT = 64  # steps whose deal by cost is remembered: a loader fetches ahead
 
 
 @dataclass(frozen=True)
 class Deal:
     """``samples``, int64 numbers in their order, and how many of them each rank has in a step.
 
-    In the last step there may be fewer: each rank then has its part of them, rounded, which may be none.
+    In the last step there may be fewer: each rank then has its part of them, rounded, which may be none. With
+    ``costs`` a rank has its share of what the step's samples cost, whatever their number.
     """
 
     samples: Tensor
     shares: tuple[int, ...]
+    costs: Costs | None = None
+    _dealt: dict[int, list[Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def num_steps(self) -> int:
@@ -41,9 +47,18 @@ class Deal:
         total = sum(self.shares)
         begin = step * total
         there = max(0, min(total, len(self.samples) - begin))
+        if self.costs is not None:
+            return self._by_cost(self.costs, step, self.samples[begin : begin + there])[rank]
         first = sum(self.shares[:rank])
         last = first + self.shares[rank]
         return self.samples[begin + first * there // total : begin + last * there // total]
+
+    def _by_cost(self, costs: Costs, step: int, samples: Tensor) -> list[Tensor]:
+        if step not in self._dealt:
+            self._dealt[step] = costs.deal(samples, self.shares)
+            if len(self._dealt) > _KEPT:
+                del self._dealt[next(iter(self._dealt))]
+        return self._dealt[step]
 
     def after(self, num_steps: int) -> Tensor:
         """What has not been dealt after so many steps."""
@@ -95,7 +110,7 @@ class Ledger:
     ``batch_size`` samples go to each rank that is ``active``: one that has not left, or has taken part by itself since.
     A sample of a rank that is there but brings nothing is dealt at most ``max_repeats`` times again in an epoch;
     ``num_lost`` counts those that were given up, over all epochs. ``shares``: those of the first step, if they are
-    not equal.
+    not equal. ``costs``: shares are of these.
     """
 
     def __init__(
@@ -108,7 +123,9 @@ class Ledger:
         shuffle: bool = True,
         max_repeats: int = 3,
         shares: Sequence[int] | None = None,
+        costs: Costs | None = None,
     ) -> None:
+        self._costs = costs
         self._num_samples = num_samples
         self._batch_size = batch_size
         self._world_size = world_size
@@ -135,6 +152,11 @@ class Ledger:
     def of(self, rank: int) -> Tensor:
         """The rank's samples in the next step."""
         return self.deal.of(self.done - self._num_missed[rank], rank)
+
+    def work(self) -> list[float]:
+        """What each rank's samples in the next step cost, in mean units of the costs, with which it was made."""
+        assert self._costs is not None
+        return [self._costs.of(self.of(rank)) for rank in range(self._world_size)]
 
     def merged(self, parts: Parts, shares: Sequence[int] | None = None) -> None:
         """The step at `position` is merged; ``shares`` from here on, if they are not equal ones."""
@@ -183,7 +205,7 @@ class Ledger:
         epoch, num_deals, done = map(int, state["position"])
         samples = state["samples"].clone() if num_deals else self._order(epoch)
         self.epoch, self.num_deals, self.done = epoch, num_deals, done
-        self.deal = Deal(samples, tuple(map(int, state["shares"])))
+        self.deal = Deal(samples, tuple(map(int, state["shares"])), self._costs)
         self._lost = [state["lost"].clone()]
         self._num_missed = list(map(int, state.get("num_missed", [0] * len(self.deal.shares))))
         self._repeats = {int(sample): int(times) for sample, times in state["repeats"].tolist()}
@@ -218,7 +240,7 @@ class Ledger:
         self._deal(self._order(epoch), shares)
 
     def _deal(self, samples: Tensor, shares: tuple[int, ...]) -> None:
-        self.deal = Deal(samples, shares)
+        self.deal = Deal(samples, shares, self._costs)
         self.num_deals += 1
         self.done, self._lost, self._num_missed = 0, [], [0] * len(shares)
 

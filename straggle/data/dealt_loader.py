@@ -14,6 +14,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from straggle.data.costs import Cost, Costs, costs_of
 from straggle.data.epochs import Epochs
 from straggle.data.rebalance import Rebalance
 from straggle.parallel import StagedDataParallel
@@ -51,7 +52,13 @@ class DealtLoader(Generic[Batch]):
     rank has at least. `Rebalance` finds the shares; `Epochs` deals by them, and repeats what was not brought, for which
     ``repeat_up_to`` is its own.
 
-    Raises ``ValueError`` for a loader whose samples cannot be dealt: of an ``IterableDataset``, with a sampler of its
+    ``cost``: what each sample takes, in any unit, such as its tokens: a function of its number, called once for each,
+    or one number for each sample; the same on every rank. A step then has the same samples as without it, but each
+    rank has its share of their cost, the longest first, so that all end together. With micro-batches, each is of
+    samples that are about equally long.
+
+    Raises ``ValueError`` for costs that are not positive and finite, or not as many as samples, and for a loader whose
+    samples cannot be dealt: of an ``IterableDataset``, with a sampler of its
     own, or with ``drop_last``.
     """
 
@@ -64,6 +71,7 @@ class DealtLoader(Generic[Batch]):
         min_share: int = 1,
         seed: int = 0,
         repeat_up_to: float = 0.0,
+        cost: Cost | None = None,
     ) -> None:
         check_count("num_microbatches", num_microbatches, least=1)
         order = order_of(loader, seed)
@@ -81,6 +89,7 @@ class DealtLoader(Generic[Batch]):
             shuffle=order.shuffle,
             repeat_up_to=repeat_up_to,
             rebalance=self._rebalance,
+            costs=None if cost is None else Costs(costs_of(cost, self._num_samples), unit),
         )
         collate = _Microbatches(loader.collate_fn, unit) if num_microbatches > 1 else loader.collate_fn
         self._loader: DataLoader[Any] = DataLoader(

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, final
 from torch import Tensor
 from torch.utils.data import Sampler
 
+from straggle.data.costs import Costs
 from straggle.data.deal import Ledger, parts_of
 from straggle.data.rebalance import Rebalance
 from straggle.merge.rows.step_record import StepRecord
@@ -40,7 +41,8 @@ class Epochs:
     A rank that loads slowly and misses steps loads nothing for these: its batch comes again until it is in time for a
     step, and the batches that it has not come to at the end of the deal are dealt again.
     When ranks leave or come back, what is left of the epoch is dealt again, and the loader begins again.
-    With ``rebalance`` a rank has ``batch_size`` times its share: 1 if the shares are samples.
+    With ``rebalance`` a rank has ``batch_size`` times its share: 1 if the shares are samples; with ``costs``, that
+    share of what the step's samples cost.
 
     All ranks deal alike, from the telemetry of the merged steps, without a message. There is one step for each batch.
     Steps at the end of an epoch may have fewer samples, and some ranks none: they take part with weight 0.
@@ -58,6 +60,7 @@ class Epochs:
         shuffle: bool = True,
         repeat_up_to: float = 0.0,
         rebalance: Rebalance | None = None,
+        costs: Costs | None = None,
     ) -> None:
         check_count("num_samples", num_samples, least=1)
         check_count("batch_size", batch_size, least=1)
@@ -77,7 +80,10 @@ class Epochs:
             shuffle=shuffle,
             max_repeats=_MAX_REPEATS,
             shares=self._shares(),
+            costs=costs,
         )
+        if rebalance is not None and costs is not None:
+            rebalance.follow_work(self._ledger.work)
         self._in_hand: tuple[int, int, int] | None = None  # where the batch is from that the loop has
         self._num_made = 0  # steps with it
         self._behind = False  # this rank does not know what its peers have brought

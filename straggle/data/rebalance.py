@@ -11,7 +11,7 @@ import logging
 import math
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any, final
@@ -116,6 +116,7 @@ class Rebalance:
         self._replayed: dict[int, tuple[int, ...]] | None = None
         self._warned = False
         self.weights_are_set = False  # by who deals (`Epochs`): the loop cannot forget them
+        self._work: Callable[[], Sequence[float]] | None = None
         model.work_is_dealt()
         self._hook = model.register_step_hook(self._measure)
 
@@ -137,6 +138,13 @@ class Rebalance:
     def _abstain(self, wanted: bool) -> None:
         if wanted != self._abstains:
             self._abstains = self._model.idle = wanted
+
+    def follow_work(self, work: Callable[[], Sequence[float]]) -> None:
+        """Take a rank's time for what it had in the step that is merged, by ``work()``, and not for its weight.
+
+        For who deals: in samples or micro-batches, as the shares are, the same on all ranks.
+        """
+        self._work = work
 
     def replay(self, schedule: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Give the shares of a recorded run's ``schedule`` instead of measured ones; before the first step."""
@@ -344,6 +352,8 @@ class Rebalance:
     def _weights(self, table: Table) -> list[float]:
         """What each rank had in the step, by its own word: a loader that fetches ahead is late with new shares."""
         weights = table.weight()
+        if self._work is not None:
+            return [own if weight > 0 else 0.0 for own, weight in zip(self._work(), weights, strict=True)]
         if self.weights_are_set:
             return weights
         if len(set(self._shares)) > 1 and all(weight in (0.0, 1.0) for weight in weights) and max(self._shares) > 1:

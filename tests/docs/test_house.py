@@ -183,7 +183,7 @@ BUDGET = {
     "advise": 1860,
     "backward": 2320,
     "commands": 4730,
-    "data": 1450,
+    "data": 1600,
     "integrations": 1020,
     "lab": 5080,
     "links": 980,
