@@ -65,8 +65,8 @@ def warned_in(way):
     return refused
 
 
-def dealt(loader):
-    return loop(lambda model: straggle.DealtLoader(model, loader))
+def dealt(loader, **ways):
+    return loop(lambda model: straggle.DealtLoader(model, loader, **ways))
 
 
 def late(loader, **ways):
@@ -222,6 +222,17 @@ DATA = {
         dealt(DataLoader(SAMPLES, 4, shuffle=True)),
         dealt(DataLoader(SAMPLES, 4, shuffle=False)),
         loop(by_shares, weighed),
+    ),
+    "cost of too few": case(
+        "give one for each, or a function",
+        dealt(DataLoader(SAMPLES, 4), cost=[1.0]),
+        dealt(DataLoader(SAMPLES, 4), cost=[1.0] * len(SAMPLES)),
+        dealt(DataLoader(SAMPLES, 4), cost=lambda number: 1.0 + number),
+    ),
+    "cost that is none": case(
+        "must be a positive number, such as its tokens",
+        dealt(DataLoader(SAMPLES, 4), cost=lambda number: number),
+        dealt(DataLoader(SAMPLES, 4), cost=lambda number: 1 + number),
     ),
     "weights": case(
         "write step.weight = count in the step",

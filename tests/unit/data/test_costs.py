@@ -78,17 +78,22 @@ def test_cost_that_is_none_is_refused_with_its_sample(cost, words):
         costs_of(cost, 3)
 
 
+def made(number, ranks, costs, seed):
+    return Ledger(number, batch_size=3, world_size=ranks, seed=seed, shares=[3] * ranks, costs=costs)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_each_sample_is_brought_once_though_ranks_leave_come_back_and_have_other_shares(seed):
     chance = random.Random(seed)
     number, ranks = 61, 3
     costs = Costs(torch.tensor([chance.expovariate(1) + 0.01 for _ in range(number)], dtype=torch.float64))
-    ledger = Ledger(number, batch_size=3, world_size=ranks, seed=seed, shares=[3] * ranks, costs=costs)
+    ledger = made(number, ranks, costs, seed)
     seen, shares, absent = [], (3,) * ranks, frozenset()
     while ledger.epoch == 0:
         own = [ledger.of(rank).tolist() for rank in range(ranks)]
         if chance.random() < 0.2:
-            ledger = resumed(ledger, number, ranks, costs)
+            state, ledger = ledger.state_dict(), made(number, ranks, costs, seed)
+            ledger.load_state_dict(state)
             assert [ledger.of(rank).tolist() for rank in range(ranks)] == own
         if chance.random() < 0.3:
             absent = frozenset({chance.randrange(ranks)}) - absent
@@ -97,13 +102,6 @@ def test_each_sample_is_brought_once_though_ranks_leave_come_back_and_have_other
         seen += [sample for samples, there in zip(own, brought, strict=True) if there for sample in samples]
         ledger.merged(Parts(brought, absent), shares)
     assert sorted(seen) == list(range(number))
-
-
-def resumed(ledger, number, ranks, costs):
-    other = Ledger(number, batch_size=3, world_size=ranks, seed=99, shares=[3] * ranks, costs=costs)
-    other._seed = ledger._seed
-    other.load_state_dict(ledger.state_dict())
-    return other
 
 
 def test_work_of_ranks_is_counted_in_mean_samples():
