@@ -522,10 +522,10 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
-def in_words(ranks: Collection[int]) -> str:
-    """As in "ranks 1, 2 and 5"."""
+def in_words(ranks: Collection[int], of: str = "rank") -> str:
+    """As in "ranks 1, 2 and 5"; ``of``: what they are."""
     *first, last = map(str, sorted(ranks))
-    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
+    return f"{of}s {', '.join(first)} and {last}" if first else f"{of} {last}"
 
 
 def finite_or_none(value: Any) -> Any:

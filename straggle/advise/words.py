@@ -14,6 +14,7 @@ from straggle.advise.timings import Timings
 from straggle.advise.verdict import Choice, Verdict
 from straggle.observe.findings import PLACES, ms
 from straggle.observe.intervals import LEVEL, Interval
+from straggle.observe.replicas import Replicas
 from straggle.report import in_words, text_table
 
 WIDTH = 90  # of a line
@@ -51,7 +52,6 @@ def text_of(
         return _filled(_of_one(timings)) + "\n"
     does = _Does(timings, slowness, judged, by_speed, pulled, best, of_train)
     parts = [*does.first(), *(_about(rank, timings, judged) for rank in slowness.ranks), *_summed_up(slowness, timings)]
-    parts = [timings.replicas.words(part) for part in parts]
     if timings.is_predictable:
         parts += [_table(judged, timings, first), *does.otherwise()]
     if timings.unknown:
@@ -92,7 +92,7 @@ class _Does:
         elif (chosen := self._judged.chosen) is None:
             yield f"Do this: {self._nothing()}"
         else:
-            yield f"Do this: {self._do(chosen)}. {_brings(chosen.gain)}"
+            yield f"Do this: {self._do(chosen)}. {_brings(chosen.gain, self._timings.replicas)}"
             yield self._how(chosen)
         yield f"Why: {_headline(self._timings, self._slowness)}"
 
@@ -118,12 +118,13 @@ class _Does:
             )
 
     def _nothing(self) -> str:
+        of = self._timings.replicas
         if self._judged.kind == "keep":
             return "go on as in this run: nothing here is sure to bring clearly more than it did."
         if self._judged.always:
-            whom = in_words([rank.rank for rank in self._judged.always])
-            return f"look at the machine of {whom}, and change nothing else: {_why_nothing(self._slowness)}."
-        return f"change nothing, and wait for all ranks, as DDP does: {_why_nothing(self._slowness)}."
+            whom = of.all_of([rank.rank for rank in self._judged.always])
+            return f"look at the machine of {whom}, and change nothing else: {_why_nothing(self._slowness, of)}."
+        return f"change nothing, and wait for all {of.rows}, as DDP does: {_why_nothing(self._slowness, of)}."
 
     def _do(self, chosen: Choice) -> str:
         if chosen.kind == "without":
@@ -169,12 +170,12 @@ class _Does:
         return _to_paste(gain, self._timings)
 
 
-def _brings(gain: Gain) -> str:
+def _brings(gain: Gain, of: Replicas) -> str:
     share = f"{_percent(gain.dropped)} of the gradients are dropped"
     dropped = share if gain.dropped.value > 0 else "no gradient is dropped"
     return (
         f"It brings {_between(gain.speedup)} times as many gradients per second: a step takes {ms(gain.step_s)}, "
-        f"{_percent(gain.saved)} less than when all ranks are waited for, and {dropped}."
+        f"{_percent(gain.saved)} less than when all {of.rows} are waited for, and {dropped}."
     )
 
 
@@ -196,11 +197,11 @@ def _to_paste(one: Gain, timings: Timings) -> str:
 
 
 def _headline(timings: Timings, slowness: Slowness) -> str:
-    lost = slowness.lost_s / slowness.step_s
+    lost, of = slowness.lost_s / slowness.step_s, timings.replicas
     return (
-        f"in {timings.num_steps} steps of {timings.num_ranks} ranks, from step {int(timings.step[0])} on, a step took "
-        f"{ms(slowness.step_s)} on average, and its slowest rank was {ms(slowness.lost_s)} behind the middle of the "
-        f"others ({lost:.0%} of a step). From {timings.source}."
+        f"in {timings.num_steps} steps of {timings.num_ranks} {of.rows}, from step {int(timings.step[0])} on, a step "
+        f"took {ms(slowness.step_s)} on average, and its slowest {of.row} was {ms(slowness.lost_s)} behind the middle "
+        f"of the others ({lost:.0%} of a step). From {timings.source}."
     )
 
 
@@ -215,11 +216,12 @@ def _about(rank: SlowRank, timings: Timings, judged: Verdict) -> str:
         else f"is slow at times, {since}"
     )
     where = ", ".join(f"{min(1.0, rank.phases[phase]):.0%} {_place(phase, timings)}" for phase in rank.named)
+    who = timings.replicas.who(rank.rank)
     fixed = " That does not go by the samples, so to have fewer of them is no help." if rank in judged.fixed else ""
     return (
-        f"Rank {rank.rank} {manner}, in {rank.steady:.0%} of these steps: then it takes {rank.times:.2f} times as long "
-        f"as the others, {ms(rank.excess_s)} more. Of that, {where}.{fixed} The job takes {_between(rank.slowdown)} "
-        "times as long because of it."
+        f"{who[:1].upper()}{who[1:]} {manner}, in {rank.steady:.0%} of these steps: then it takes {rank.times:.2f} "
+        f"times as long as the others, {ms(rank.excess_s)} more. Of that, {where}.{fixed} The job takes "
+        f"{_between(rank.slowdown)} times as long because of it."
     )
 
 
@@ -254,53 +256,55 @@ def _of_sharded(slowness: Slowness, timings: Timings) -> str:
     )
 
 
-_WHOSE_LINK = (
-    " Whether it is one rank's link, straggle.StagedDataParallel(model, links=True) measures, waiting for all."
-)
+def _whose_link(of: Replicas) -> str:
+    whose = f"one {of.row}'s link"
+    return f" Whether it is {whose}, straggle.StagedDataParallel(model, links=True) measures, waiting for all."
 
 
 def _summed_up(slowness: Slowness, timings: Timings) -> Iterator[str]:
+    of = timings.replicas
     if slowness.ranks:
         yield (
-            f"That explains {slowness.attributed:.0%} of what the job loses to the slowest rank of each step; the rest "
-            "is the ordinary difference between ranks."
+            f"That explains {slowness.attributed:.0%} of what the job loses to the slowest {of.row} of each step; the "
+            f"rest is the ordinary difference between {of.rows}."
         )
     else:
         yield (
-            f"No rank is slow: none costs {MATTERS:.0%} of a step or more and is behind {UNUSUAL:g} times as much as "
-            f"the others. {_held_up(slowness)}"
+            f"No {of.row} is slow: none costs {MATTERS:.0%} of a step or more and is behind {UNUSUAL:g} times as much "
+            f"as the others. {_held_up(slowness, of)}"
         )
     if (waited_s := float(timings.collective_s.max(axis=1).mean())) >= _PART * slowness.step_s:
         yield (
-            f"In {waited_s / slowness.step_s:.0%} of a step ({ms(waited_s)}) ranks wait in collectives of the loop's "
-            "own, where a deadline does not help: take them out of the steps (docs/loop.md), or what is predicted for "
-            "deadlines does not come."
+            f"In {waited_s / slowness.step_s:.0%} of a step ({ms(waited_s)}) {of.rows} wait in collectives of the "
+            "loop's own, where a deadline does not help: take them out of the steps (docs/loop.md), or what is "
+            "predicted for deadlines does not come."
         )
     if slowness.network_s >= _PART * slowness.step_s:
         share = f"{slowness.network_s / slowness.step_s:.0%} of a step ({ms(slowness.network_s)}) is"
         yield (
-            f"{share} the network: it comes after the slowest rank's own work, and no deadline changes it."
-            f"{_WHOSE_LINK * (timings.num_ranks > 2 and not timings.knows_links)}"
+            f"{share} the network: it comes after the slowest {of.row}'s own work, and no deadline changes it."
+            f"{_whose_link(of) * (timings.num_ranks > 2 and not timings.knows_links)}"
             if timings.is_predictable
-            else f"{share} not the slowest rank's own work: the network, and its own waits for others."
+            else f"{share} not the slowest {of.row}'s own work: the network, and its own waits for others."
         )
-    yield from (f"{spell.words}." for spell in timings.slow_links)
+    yield from (f"{spell.words(of.row)}." for spell in timings.slow_links)
 
 
-def _held_up(slowness: Slowness) -> str:
+def _held_up(slowness: Slowness, of: Replicas) -> str:
     if not slowness.somebody_is_waited_for:
-        return "What is lost is the ordinary difference between ranks."
+        return f"What is lost is the ordinary difference between {of.rows}."
     return (
         f"But now one and now another takes {HELD_UP:g} times as long as the others or more: such steps cost "
         f"{slowness.held_up_s / slowness.step_s:.0%} of a step on average."
     )
 
 
-def _why_nothing(slowness: Slowness) -> str:
+def _why_nothing(slowness: Slowness, of: Replicas) -> str:
     if slowness.somebody_is_waited_for:
         return "nothing in the table is sure to be worth it, as far as this number of steps shows"
     return (
-        "what is lost is the ordinary difference between ranks, and stopping a rank that is nearly done saves nothing"
+        f"what is lost is the ordinary difference between {of.rows}, and stopping a {of.row} that is nearly done saves "
+        "nothing"
     )
 
 

@@ -53,7 +53,7 @@ def report(words: Sequence[str]) -> int:
     path = write_page(runs, given["steps"], given["path"] or given["run_dir"] / FILE)
     sys.stdout.write(f"report: {path} ({path.stat().st_size / 1e6:.1f} MB)\n")
     for run in runs:
-        sys.stdout.writelines(f"{run.name}: {sentence}\n" for sentence in drawn(numbers_of(run)))
+        sys.stdout.writelines(f"{run.name}: {sentence}\n" for sentence in drawn(run, numbers_of(run)))
     return 0
 
 

@@ -88,7 +88,8 @@ def write_page(run_dir: Path) -> None:
 
 def _print(summary: dict[str, Any], run_dir: Path, replicas: Replicas, shares: Sequence[float]) -> None:
     shown = {name: NUMBERS[name].shown(summary[name]) for name in _OF_RUN}
-    label = {name: own.label for name, own in NUMBERS.items()}
+    of = replicas.row
+    label = {name: own.called(of) for name, own in NUMBERS.items()}
     same = len(set(summary["parameters_sha256"])) == 1
     under = "under DDP, with equal shares:"
     rows = [
@@ -96,10 +97,10 @@ def _print(summary: dict[str, Any], run_dir: Path, replicas: Replicas, shares: S
             (label[f"step_seconds_{which}"], shown[f"step_seconds_{which}"], f"{under} {shown[f'ddp_seconds_{which}']}")
             for which in ("median", "mean")
         ),
-        (label["dropped_share"], shown["dropped_share"], _shares("rank", summary["dropped_share_per_rank"])),
-        (label["late"], _late(summary), _counts(summary)),
-        (f"{label['fairness']} (1: all the same)", shown["fairness"], _least(summary, "")),
-        ("in the stage at the input", shown["fairness_input_stage"], _least(summary, "_input_stage")),
+        (label["dropped_share"], shown["dropped_share"], _shares(summary["dropped_share_per_rank"], replicas)),
+        (label["late"], _late(summary), _counts(summary, replicas)),
+        (f"{label['fairness']} (1: all the same)", shown["fairness"], _least(summary, "", of)),
+        ("in the stage at the input", shown["fairness_input_stage"], _least(summary, "_input_stage", of)),
         (
             label["depth_bias"],
             shown["depth_bias"],
@@ -110,31 +111,30 @@ def _print(summary: dict[str, Any], run_dir: Path, replicas: Replicas, shares: S
     ]
     of_parameters = (label["parameters_sha256"], "identical" if same else "DIFFERENT")
     if (drawn := summary["drawn_per_rank"]) is not None:
-        of_ranks = ", ".join(f"rank {rank}: {own:.1f}" for rank, own in enumerate(drawn))
+        of_ranks = ", ".join(f"{of} {rank}: {own:.1f}" for rank, own in enumerate(drawn))
         put_back = sum(summary["put_back_per_rank"])
         rows.insert(3, ("micro-batches drawn, mean", of_ranks, f"put back: {put_back}" if put_back else ""))
     if any(absent := summary["absent_steps_per_rank"]):
-        away = ", ".join(f"rank {rank}: {steps}" for rank, steps in enumerate(absent) if steps)
-        rows.insert(4, ("steps without a rank", f"{sum(absent)} of {summary['steps'] * len(absent)}", away))
+        away = ", ".join(f"{replicas.who(rank)}: {steps}" for rank, steps in enumerate(absent) if steps)
+        rows.insert(4, (f"steps without a {of}", f"{sum(absent)} of {summary['steps'] * len(absent)}", away))
     if summary["shadow_dropped_share"] is not None:
         rows.insert(3, ("with the deadline enforced", *_would(summary)))
-    for sentence in (outcome(summary), *deeds(summary, shares)):
-        sys.stdout.write(replicas.words(sentence) + "\n")
-    rows = [(replicas.words(name, names_ranks=False), value, replicas.words(note)) for name, value, note in rows]
+    for sentence in (outcome(summary, replicas), *deeds(summary, shares, replicas)):
+        sys.stdout.write(sentence + "\n")
     rows.append((*of_parameters, summary["parameters_sha256"][0][:12]))
     print_table(f"{summary['steps']} steps", ("", "", ""), rows)
     stages = [(name, f"{share:.1%}") for name, share in summary["dropped_share_per_stage"].items()]
     print_table("dropped per stage, in the order of backward", ("stage", "dropped"), stages, {"files": run_dir})
 
 
-def outcome(summary: Mapping[str, Any]) -> str:
+def outcome(summary: Mapping[str, Any], of: Replicas) -> str:
     """What the run gained over DDP, and what was paid for it, in one sentence."""
     own_s, ddp_s = summary["step_seconds_mean"], summary["ddp_seconds_mean"]
     gained = f"A step took {own_s / ddp_s:.2f} of its time under DDP ({1e3 * own_s:.0f} of {1e3 * ddp_s:.0f} ms, means)"
     if not summary["dropped_share"]:
         return f"{gained}, and no gradient was dropped."
     paid = f"{summary['dropped_share']:.1%} of the gradients were dropped"
-    return f"{gained}; for that {paid} ({_shares('rank', summary['dropped_share_per_rank'])})."
+    return f"{gained}; for that {paid} ({_shares(summary['dropped_share_per_rank'], of)})."
 
 
 def mean_shares(schedule: Sequence[tuple[int, Sequence[int]]], steps: int) -> list[float]:
@@ -146,14 +146,14 @@ def mean_shares(schedule: Sequence[tuple[int, Sequence[int]]], steps: int) -> li
     return of_all
 
 
-def deeds(summary: Mapping[str, Any], shares: Sequence[float]) -> Iterator[str]:
+def deeds(summary: Mapping[str, Any], shares: Sequence[float], of: Replicas) -> Iterator[str]:
     """What was done about which rank: that it was given less to do (``shares`` are its samples), or was cut off."""
     equal = sum(shares) / len(shares) if shares else 0
     for rank, share in enumerate(shares):
         if share <= _LESS * equal:
             yield (
-                f"Dealt less: rank {rank} is slow in most steps, so it had {share:.1f} of {sum(shares):.0f} that are "
-                f"dealt out for a step, and not {equal:g}: nothing is dropped of what others have in its place."
+                f"Dealt less: {of.who(rank)} is slow in most steps, so it had {share:.1f} of {sum(shares):.0f} that "
+                f"are dealt out for a step, and not {equal:g}: nothing is dropped of what others have in its place."
             )
     counts = zip(summary["late_steps_per_rank"], summary["stood_in_steps_per_rank"], strict=True)
     late = sorted(((late, stood_in, rank) for rank, (late, stood_in) in enumerate(counts) if late), reverse=True)
@@ -163,7 +163,7 @@ def deeds(summary: Mapping[str, Any], shares: Sequence[float]) -> Iterator[str]:
         )
         kept = 1 - summary["dropped_share_per_rank"][rank]
         yield (
-            f"Cut: rank {rank} was late in {steps} of {summary['steps']} steps; {by_itself}. "
+            f"Cut: {of.who(rank)} was late in {steps} of {summary['steps']} steps; {by_itself}. "
             f"Of all its gradients {kept:.1%} came in."
         )
 
@@ -175,8 +175,8 @@ def _would(summary: dict[str, Any]) -> tuple[str, str]:
     return f"would have dropped {dropped:.1%}", f"and saved {saved:.1%} of the mean step: {1e3 * seconds:.0f} ms"
 
 
-def _shares(name: str, shares: Sequence[float]) -> str:
-    return ", ".join(f"{name} {index}: {share:.1%}" for index, share in enumerate(shares) if share > 0) or "nothing"
+def _shares(shares: Sequence[float], of: Replicas) -> str:
+    return ", ".join(f"{of.who(rank)}: {share:.1%}" for rank, share in enumerate(shares) if share > 0) or "nothing"
 
 
 def _late(summary: dict[str, Any]) -> str:
@@ -184,14 +184,14 @@ def _late(summary: dict[str, Any]) -> str:
     return f"{sum(late)} of {summary['steps'] * len(late)}"
 
 
-def _counts(summary: dict[str, Any]) -> str:
+def _counts(summary: dict[str, Any], of: Replicas) -> str:
     counts = zip(summary["late_steps_per_rank"], summary["stood_in_steps_per_rank"], strict=True)
-    late = [f"rank {rank}: {late} ({stood_in} stood in for)" for rank, (late, stood_in) in enumerate(counts) if late]
-    return ", ".join(late) or "no rank"
+    late = [f"{of.who(rank)}: {late} ({stood_in} stood in for)" for rank, (late, stood_in) in enumerate(counts) if late]
+    return ", ".join(late) or f"no {of.row}"
 
 
-def _least(summary: dict[str, Any], where: str) -> str:
-    return f"least from one rank: {summary[f'least_contribution{where}']:.0%} of the mean"
+def _least(summary: dict[str, Any], where: str, row: str) -> str:
+    return f"least from one {row}: {summary[f'least_contribution{where}']:.0%} of the mean"
 
 
 def _accuracy(summary: dict[str, Any]) -> str:

@@ -88,7 +88,7 @@ def _words(
     if silent:
         why = f"ranks {silent} do not answer pings"
     elif slow:
-        why = f"all ranks have submitted: {'; '.join(link.words for link in slow)}"
+        why = f"all ranks have submitted: {'; '.join(link.words() for link in slow)}"
     else:
         why = "all ranks have submitted and answer; no link is known to be slow"
     return (

@@ -347,7 +347,7 @@ class Pings:
         level = self._level(merged)
         for slow in self.slow.now:
             if slow.rank not in before:
-                _log.log(level, "step %d: %s", merged.step, slow.words)
+                _log.log(level, "step %d: %s", merged.step, slow.words())
         for rank in before - {slow.rank for slow in self.slow.now}:
             how = "is not known any more" if math.isnan(links[rank].latency_s) else "is as the others' again"
             _log.log(level, "step %d: rank %d's link %s", merged.step, rank, how)

@@ -45,39 +45,39 @@ PLACES = {
 
 def advise(run: Run, numbers: RunNumbers) -> list[str]:
     """Plain sentences about the run, the most important first."""
-    sentences = (
+    return [
+        *stuck_sentences(run.stuck),
         *_replicas(run),
         *_not_written(run),
         *_bad_numbers(run, numbers),
         *_network(run),
-        *_saved(numbers),
-        *drawn(numbers),
+        *_saved(run, numbers),
+        *drawn(run, numbers),
         *_always_slow(run, numbers),
-        *_sometimes(numbers),
+        *_sometimes(run, numbers),
         *_stood_in(run, numbers),
         *_depth(run, numbers),
         *(_dealt_unequally(run) if not numbers.pool_parts else ()),
         *_no_rank_late(run, numbers),
-        *_waiting(numbers),
+        *_waiting(run, numbers),
         *_out_of_data(run),
         *_absent(run, numbers),
-    )
-    return [*stuck_sentences(run.stuck), *map(run.replicas.words, sentences)]
+    ]
 
 
 def facts(run: Run, numbers: RunNumbers) -> list[str]:
     """What happened in the run, beside who was slow in it and what to do about that."""
-    sentences = (
+    return [
+        *stuck_sentences(run.stuck),
         *_replicas(run),
         *_not_written(run),
         *_bad_numbers(run, numbers),
         *_network(run),
-        *_saved(numbers, advises=False),
-        *drawn(numbers),
+        *_saved(run, numbers, advises=False),
+        *drawn(run, numbers),
         *_out_of_data(run),
         *_absent(run, numbers),
-    )
-    return [*stuck_sentences(run.stuck), *map(run.replicas.words, sentences)]
+    ]
 
 
 def _replicas(run: Run) -> Iterator[str]:
@@ -96,17 +96,20 @@ def _not_written(run: Run) -> Iterator[str]:
 
 
 def _bad_numbers(run: Run, numbers: RunNumbers) -> Iterator[str]:
+    of = run.replicas
     for rank in numbers.ranks:
         if rank.nonfinite_steps:
             yield (
-                f"Rank {rank.rank} had gradients that were not finite in {_steps(rank.nonfinite_steps, rank.steps)}. "
-                "Look at its data and its hardware, and at the learning rate if other ranks have them too."
+                f"{_begin(of.who(rank.rank))} had gradients that were not finite in "
+                f"{_steps(rank.nonfinite_steps, rank.steps)}. "
+                f"Look at its data and its hardware, and at the learning rate if other {of.rows} have them too."
             )
     if numbers.skipped:
-        yield f"In {numbers.skipped} of {run.num_steps} steps no rank had finite gradients, and nothing was applied."
+        steps = f"{numbers.skipped} of {run.num_steps} steps"
+        yield f"In {steps} no {of.row} had finite gradients, and nothing was applied."
 
 
-def _saved(numbers: RunNumbers, *, advises: bool = True) -> Iterator[str]:
+def _saved(run: Run, numbers: RunNumbers, *, advises: bool = True) -> Iterator[str]:
     if math.isnan(numbers.saved_share):
         return
     own, ddp = ms(numbers.own.mean_s), ms(numbers.ddp.mean_s)
@@ -114,8 +117,8 @@ def _saved(numbers: RunNumbers, *, advises: bool = True) -> Iterator[str]:
     if numbers.saved_share >= LITTLE:
         paid = f"for which {dropped}" if numbers.late else "and no gradient was dropped"
         yield (
-            f"A step took {own} on average; DDP, with an equal share for each rank, would have taken about {ddp}. "
-            f"That is {numbers.saved_share:.0%} less time, {paid}."
+            f"A step took {own} on average; DDP, with an equal share for each {run.replicas.row}, would have taken "
+            f"about {ddp}. That is {numbers.saved_share:.0%} less time, {paid}."
         )
     elif numbers.dropped_share >= LITTLE:
         yield (
@@ -124,29 +127,30 @@ def _saved(numbers: RunNumbers, *, advises: bool = True) -> Iterator[str]:
         )
 
 
-def drawn(numbers: RunNumbers) -> Iterator[str]:
+def drawn(run: Run, numbers: RunNumbers) -> Iterator[str]:
     """Who drew how many micro-batches, and what became of those that were not computed."""
     if not numbers.pool_parts:
         return
     ranks = sorted((rank for rank in numbers.ranks if not math.isnan(rank.drawn)), key=lambda rank: rank.drawn)
-    least, most = ranks[0], ranks[-1]
+    least, most, of = ranks[0], ranks[-1], run.replicas
     missing = f"{numbers.not_computed:,} of {numbers.pool_parts:,} micro-batches were not computed"
     lost = f"{missing}." if numbers.not_computed else "No micro-batch was left out."
     if least.drawn <= (1 - BIAS) * most.drawn:
         yield (
-            f"The ranks drew the micro-batches of a step: rank {least.rank} computed {least.drawn:.1f} of them on "
-            f"average and rank {most.rank} {most.drawn:.1f}, because rank {least.rank} had less time for them. {lost}"
+            f"The {of.rows} drew the micro-batches of a step: {of.who(least.rank)} computed {least.drawn:.1f} of them "
+            f"on average and {of.who(most.rank)} {most.drawn:.1f}, because {of.row} {least.rank} had less time for "
+            f"them. {lost}"
         )
     else:
         yield (
-            f"The ranks drew the micro-batches of a step, and each computed {least.drawn:.1f} to {most.drawn:.1f} of "
-            f"them on average. {lost}"
+            f"The {of.rows} drew the micro-batches of a step, and each computed {least.drawn:.1f} to {most.drawn:.1f} "
+            f"of them on average. {lost}"
         )
     for rank in sorted(ranks, key=lambda rank: -rank.put_back)[:3]:
         if rank.put_back:
             yield (
-                f"Rank {rank.rank} was stuck with micro-batches that it had drawn, and gave {rank.put_back:,} of them "
-                "back: the others drew these."
+                f"{_begin(of.who(rank.rank))} was stuck with micro-batches that it had drawn, and gave "
+                f"{rank.put_back:,} of them back: the others drew these."
             )
 
 
@@ -156,13 +160,13 @@ def _always_slow(run: Run, numbers: RunNumbers) -> Iterator[str]:
     less = "Look" if run.replicas.slowest else less
     for rank in slow[:3]:
         yield (
-            f"Rank {rank.rank} was late in {_steps(rank.late, rank.steps)}{_doing(rank)}: it is persistently slow, not "
-            f"just sometimes. {rank.reach:.0%} of its gradients came in{_last_stage(run, rank.rank)}. Its data count "
-            f"that much less than the others'. {less} at its machine, or choose an estimator that fills in for it, "
-            "such as LastOwn."
+            f"{_begin(run.replicas.who(rank.rank))} was late in {_steps(rank.late, rank.steps)}{_doing(rank)}: it is "
+            f"persistently slow, not just sometimes. {rank.reach:.0%} of its gradients came in"
+            f"{_last_stage(run, rank.rank)}. Its data count that much less than the others'. {less} at its machine, or "
+            "choose an estimator that fills in for it, such as LastOwn."
         )
     if len(slow) > 3:
-        yield f"{len(slow) - 3} more ranks were late in at least half of their steps: {_list(slow[3:])}."
+        yield f"{len(slow) - 3} more {run.replicas.rows} were late in at least half of their steps: {_list(slow[3:])}."
 
 
 def _dealt_unequally(run: Run) -> Iterator[str]:
@@ -172,20 +176,24 @@ def _dealt_unequally(run: Run) -> Iterator[str]:
     share = last / np.nanmean(last)
     for rank in np.flatnonzero(share <= 1 - BIAS)[:3]:
         yield (
-            f"Rank {rank} had {share[rank]:.0%} of the mean rank's samples in the last step, because it is slower. "
-            "All samples count alike: step.weight is their number."
+            f"{_begin(run.replicas.who(rank))} had {share[rank]:.0%} of the mean {run.replicas.row}'s samples in the "
+            "last step, because it is slower. All samples count alike: step.weight is their number."
         )
 
 
-def _sometimes(numbers: RunNumbers) -> Iterator[str]:
+def _sometimes(run: Run, numbers: RunNumbers) -> Iterator[str]:
     some = _late_ranks(numbers, SOMETIMES, ALWAYS)
+    if not some:
+        return
+    most = _begin(run.replicas.who(some[0].rank))
+    often = f"in {_steps(some[0].late, some[0].steps)}{_doing(some[0])}."
     if len(some) == 1:
-        yield f"Rank {some[0].rank} was sometimes late: in {_steps(some[0].late, some[0].steps)}{_doing(some[0])}."
-    elif some:
+        yield f"{most} was sometimes late: {often}"
+    else:
         share = sum(rank.late for rank in some) / sum(rank.steps for rank in some)
         yield (
-            f"{len(some)} ranks were sometimes late, in {share:.1%} of their steps together. Rank {some[0].rank} "
-            f"was most often: in {_steps(some[0].late, some[0].steps)}{_doing(some[0])}."
+            f"{len(some)} {run.replicas.rows} were sometimes late, in {share:.1%} of their steps together. {most} was "
+            f"most often: {often}"
         )
 
 
@@ -194,8 +202,8 @@ def _stood_in(run: Run, numbers: RunNumbers) -> Iterator[str]:
         row = _longest_row(run.ranks["stood_in"][:, rank.rank] == 1)
         if row >= IN_A_ROW:
             yield (
-                f"Rank {rank.rank} was stuck where it could not stop by itself and was stood in for, up to {row} steps "
-                "in a row. Nothing from these steps counts unless it was finished before."
+                f"{_begin(run.replicas.who(rank.rank))} was stuck where it could not stop by itself and was stood in "
+                f"for, up to {row} steps in a row. Nothing from these steps counts unless it was finished before."
             )
 
 
@@ -205,33 +213,36 @@ def _depth(run: Run, numbers: RunNumbers) -> Iterator[str]:
         micro = run.config.get("num_microbatches")
         advice = "Several micro-batches in a step would spread it: those that are finished reach all stages."
         yield (
-            f"Stages near the input get less: {known[0]:.0%} of what the ranks had to give came in for the first stage "
-            f"of the backward pass, {known[-1]:.0%} for the last, because a late rank stops before it comes there. "
-            + (advice if micro == 1 else "")
+            f"Stages near the input get less: {known[0]:.0%} of what the {run.replicas.rows} had to give came in for "
+            f"the first stage of the backward pass, {known[-1]:.0%} for the last, because a late {run.replicas.row} "
+            "stops before it comes there. " + (advice if micro == 1 else "")
         ).rstrip()
 
 
 def _no_rank_late(run: Run, numbers: RunNumbers) -> Iterator[str]:
     if numbers.late or run.num_ranks == 1:
         return
+    of = run.replicas
     if not numbers.with_deadline:
-        yield "There was no deadline in this run: all ranks were waited for."
+        yield f"There was no deadline in this run: all {of.rows} were waited for."
     else:
-        same = "" if numbers.saved_share >= LITTLE else ": the run took what waiting for all ranks takes"
-        yield f"No rank was late in {run.num_steps} steps{same}."
+        same = "" if numbers.saved_share >= LITTLE else f": the run took what waiting for all {of.rows} takes"
+        yield f"No {of.row} was late in {run.num_steps} steps{same}."
     for rank in numbers.ranks:
         if rank.slowness >= SLOWER:
             yield (
-                f"Rank {rank.rank} took {rank.slowness:.1f} times as long as the others and was waited for all the "
-                "same. AutoDeadline, or a quantile below the share of its times, such as q=0.5, would make it late."
+                f"{_begin(of.who(rank.rank))} took {rank.slowness:.1f} times as long as the others and was waited for "
+                "all the same. AutoDeadline, or a quantile below the share of its times, such as q=0.5, would make it "
+                "late."
             )
 
 
-def _waiting(numbers: RunNumbers) -> Iterator[str]:
+def _waiting(run: Run, numbers: RunNumbers) -> Iterator[str]:
     if numbers.late and numbers.wait_share >= WAITING:
         yield (
-            f"With that, a rank still stood idle for {numbers.wait_share:.0%} of the time, for others that were within "
-            "their deadline or had to be stood in for. A shorter deadline would save more of it and drop more."
+            f"With that, a {run.replicas.row} still stood idle for {numbers.wait_share:.0%} of the time, for others "
+            "that were within their deadline or had to be stood in for. A shorter deadline would save more of it and "
+            "drop more."
         )
 
 
@@ -242,20 +253,21 @@ _UNEXPLAINED = {
 
 
 def _network(run: Run) -> Iterator[str]:
-    spells = run.slow_links
+    spells, of = run.slow_links, run.replicas
     share = float(np.nansum(run.network_s) / np.nansum(run.seconds)) if np.nansum(run.seconds) else 0.0
     yield from (
-        f"{spell.words}. All ranks wait for it in each merge: the merge on the network is {share:.0%} of the time."
+        f"{spell.words(of.row)}. All {of.rows} wait for it in each merge: the merge on the network is {share:.0%} of "
+        "the time."
         for spell in spells
     )
     if (long := long_merges(run.step, run.network_s)) is not None:
         then = [spell for spell in spells if spell.slow.since_step <= long.longest_step]
         then = [spell for spell in then if spell.until_step is None or long.longest_step <= spell.until_step]
-        why = f"rank {then[0].slow.rank}'s link was slow then" if then else _UNEXPLAINED[run.knows_links]
+        why = f"{of.row} {then[0].slow.rank}'s link was slow then" if then else _UNEXPLAINED[run.knows_links]
         yield (
             f"In {_steps(long.number, run.num_steps)} the merge took {TIMES:g} times as long on the network as usual "
-            f"({ms(long.usual_s)}) or longer, though all ranks had submitted: at most {ms(long.longest_s)}, in step "
-            f"{long.longest_step}; {why}."
+            f"({ms(long.usual_s)}) or longer, though all {of.rows} had submitted: at most {ms(long.longest_s)}, in "
+            f"step {long.longest_step}; {why}."
         )
 
 
@@ -266,8 +278,8 @@ def _out_of_data(run: Run) -> Iterator[str]:
     if uneven.any():
         first = int(uneven.argmax())
         yield (
-            f"Not all ranks had as much data: from step {int(run.step[first])} on some had none, the first of them "
-            f"rank {int(idle[first].argmax())}. "
+            f"Not all {run.replicas.rows} had as much data: from step {int(run.step[first])} on some had none, the "
+            f"first of them {run.replicas.who(int(idle[first].argmax()))}. "
             f"Fewer than all took part in {int(uneven.sum())} of {run.num_steps} steps."
         )
 
@@ -279,9 +291,14 @@ def _absent(run: Run, numbers: RunNumbers) -> Iterator[str]:
             often = f", {len(reasons)} times, first" if len(reasons) > 1 else ""
             why = f"{often}: {reasons[0]}" if reasons else ""
             yield (
-                f"Rank {rank.rank} was absent in {_steps(rank.absent, run.num_steps)}{why}. The others went on without "
-                "its data."
+                f"{_begin(run.replicas.who(rank.rank))} was absent in {_steps(rank.absent, run.num_steps)}{why}. The "
+                "others went on without its data."
             )
+
+
+def _begin(who: str) -> str:
+    """With a capital letter, as a sentence begins."""
+    return who[:1].upper() + who[1:]
 
 
 def _late_ranks(numbers: RunNumbers, least: float, below: float) -> list[RankInRun]:

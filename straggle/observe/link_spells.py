@@ -21,11 +21,10 @@ class LinkSpell:
     slow: SlowLink
     until_step: int | None
 
-    @property
-    def words(self) -> str:
-        """Whose, when, and how slow."""
+    def words(self, row: str = "rank") -> str:
+        """Whose, when, and how slow; ``row``: what has a link."""
         until = "on" if self.until_step is None else f"to step {self.until_step}"
-        whose, _, how = self.slow.words.partition(": ")
+        whose, _, how = self.slow.words(row).partition(": ")
         return f"{whose[:1].upper()}{whose[1:]} was slow from step {self.slow.since_step} {until}: {how}"
 
 

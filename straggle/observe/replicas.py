@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from straggle.report import StepReport
-
-_RANK = re.compile(r"\b([Rr])ank(?:(s)\b|\b(?: (\d+)\b('s)?)?)")
+from straggle.report import StepReport, in_words
 
 
 @dataclass
@@ -46,25 +43,18 @@ class Replicas:
         """What a row is of."""
         return "replica" if self.slowest else "rank"
 
-    def words(self, text: str, *, names_ranks: bool = True) -> str:
-        """``text``, written for ranks, with the replicas that its numbers are of.
+    @property
+    def rows(self) -> str:
+        """What several rows are of."""
+        return f"{self.row}s"
 
-        ``names_ranks``: behind the first mention of a replica is the rank that made it late, or that it waited for.
-        """
-        if not self.slowest:
-            return text
-        named = set[int]() if names_ranks else set(range(len(self.slowest)))
+    def who(self, number: int) -> str:
+        """As in "rank 1"; behind a replica is the rank that made it late, or that it waited for."""
+        return f"{self.row} {number}{self._why(number)}"
 
-        def replaced(found: re.Match[str]) -> str:
-            noun = f"{found[1]}eplica{found[2] or ''}"
-            if found[3] is None:
-                return noun
-            number, owns = int(found[3]), found[4] or ""
-            why = "" if owns or number in named else self._why(number)
-            named.add(number)
-            return f"{noun} {number}{owns}{why}"
-
-        return _RANK.sub(replaced, text)
+    def all_of(self, numbers: Sequence[int]) -> str:
+        """As in "ranks 1 and 2"; of one, `who` it is."""
+        return self.who(numbers[0]) if len(numbers) == 1 else in_words(numbers, self.row)
 
     def _why(self, number: int) -> str:
         if number >= len(self.slowest) or not self.slowest[number]:

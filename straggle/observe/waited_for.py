@@ -37,35 +37,35 @@ class LastSteps:
 
     def words(self) -> str:
         """Whom the others wait for, and what is done about it."""
-        text = "; ".join([*self._has_less(), *self._late()] or [self._waiting()])
-        return Replicas.of(report for report, _ in self._steps).words(text)
+        of = Replicas.of(report for report, _ in self._steps)
+        return "; ".join([*self._has_less(of), *self._late(of)] or [self._waiting(of)])
 
-    def _has_less(self) -> Iterator[str]:
+    def _has_less(self, of: Replicas) -> Iterator[str]:
         report, ddp = self._steps[-1]
         weights = [0.0 if rank.idle or rank.absent else rank.weight for rank in report.ranks]
         number = ddp.waits_for
         if not report.dealt or report.pool_weight or number is None or not (total := math.fsum(weights)):
             return
         if weights[number] <= _LESS * total / len(weights):
-            yield f"rank {number} is slow: it has {weights[number] / total:.0%} of the samples"
+            yield f"{of.who(number)} is slow: it has {weights[number] / total:.0%} of the samples"
 
-    def _late(self) -> Iterator[str]:
+    def _late(self, of: Replicas) -> Iterator[str]:
         late = Counter(rank.rank for report, _ in self._steps for rank in report.ranks if rank.late)
         for number, often in late.most_common(1):
             now = self._steps[-1][0].ranks[number]
             if now.stood_in:
                 where = f" in {now.cause}" if now.cause else ""
-                yield f"rank {number} is stuck{where}: the others go on without it"
+                yield f"{of.who(number)} is stuck{where}: the others go on without it"
             else:
                 others = f", others too: {len(late) - 1}" if len(late) > 1 else ""
-                yield f"rank {number} was stopped in {often} of {len(self._steps)} steps{others}"
+                yield f"{of.who(number)} was stopped in {often} of {len(self._steps)} steps{others}"
 
-    def _waiting(self) -> str:
+    def _waiting(self, of: Replicas) -> str:
         report, _ = self._steps[-1]
         there = [rank for rank in report.ranks if not rank.absent and not math.isnan(rank.wait_s)]
         if len(there) > 1:
             last = min(there, key=lambda rank: rank.wait_s)
             wait_s = fmean(rank.wait_s for rank in there if rank is not last)
             if wait_s >= _WAITING * report.seconds:
-                return f"no rank is late, and the others waited {1e3 * wait_s:.0f} ms for rank {last.rank}"
-        return "no rank is late"
+                return f"no {of.row} is late, and the others waited {1e3 * wait_s:.0f} ms for {of.who(last.rank)}"
+        return f"no {of.row} is late"

@@ -26,10 +26,9 @@ class SlowLink:
     link: RankLink
     others: RankLink
 
-    @property
-    def words(self) -> str:
+    def words(self, row: str = "rank") -> str:
         """What is slow, and how the others are: ``rank 2's link: 1.0 MB/s up, the others 20 MB/s``."""
-        return f"rank {self.rank}'s link: {compared(self.link, self.others, self.slow)}"
+        return f"{row} {self.rank}'s link: {compared(self.link, self.others, self.slow)}"
 
 
 def compared(link: RankLink, others: RankLink, slow: Collection[str] = ("up", "down")) -> str:

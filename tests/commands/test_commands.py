@@ -29,6 +29,7 @@ from straggle.commands.launching.launch_options import arguments as launch_argum
 from straggle.commands.result import deeds, mean_shares
 from straggle.lab.build import build_faults
 from straggle.observe.console import LiveView
+from straggle.observe.replicas import Replicas
 from straggle.observe.trace import TraceWriter, read_trace
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -394,12 +395,14 @@ def test_end_of_a_run_says_which_rank_was_dealt_less_and_which_was_cut() -> None
     shares = mean_shares([(0, (8, 8, 8, 8)), (20, (9, 9, 10, 4))], 80)
     assert shares == [8.75, 8.75, 9.5, 5.0]
     late = {"late_steps_per_rank": [0, 9, 0, 4], "stood_in_steps_per_rank": [0, 2, 0, 4], "steps": 80}
-    first, second, third = deeds({**late, "dropped_share_per_rank": [0.0, 0.06, 0.0, 0.05]}, shares)
+    first, second, third = deeds({**late, "dropped_share_per_rank": [0.0, 0.06, 0.0, 0.05]}, shares, Replicas())
     assert first.startswith("Dealt less: rank 3 is slow in most steps, so it had 5.0 of 32 that are dealt out")
     assert second.startswith("Cut: rank 1 was late in 9 of 80 steps; it stopped its own pass in 7 of these")
     assert second.endswith("Of all its gradients 94.0% came in.")
     assert "rank 3 was late in 4 of 80 steps; it was stuck" in third
-    assert not list(deeds({**late, "late_steps_per_rank": [0] * 4, "dropped_share_per_rank": [0.0] * 4}, ()))
+    assert not list(
+        deeds({**late, "late_steps_per_rank": [0] * 4, "dropped_share_per_rank": [0.0] * 4}, (), Replicas())
+    )
 
 
 # -- complete runs

@@ -27,7 +27,8 @@ _SHOWN: Mapping[Unit, Callable[[float], str]] = {
 
 @dataclass(frozen=True)
 class Number:
-    """``text``: what it is in ``summary.json``; empty: it is not there. ``label``: its row in a table.
+    """``text``: what it is in ``summary.json``; empty: it is not there. ``label``: its row in a table,
+    where ``{row}`` is what the run's rows are of (`Replicas.row`).
 
     ``of`` makes it of a run; ``None``: only the job itself knows it, and its ``summary.json``. A number without a unit
     is a list, or a mapping.
@@ -43,6 +44,10 @@ class Number:
     def shown(self, value: float) -> str:
         """In a terminal."""
         return _SHOWN[self.unit](value)
+
+    def called(self, row: str = "rank") -> str:
+        """Its row in a table."""
+        return self.label.format(row=row)
 
     def field(self, text: str = "", *, stable: bool | None = None) -> Mapping[str, Any]:
         """As a field of a file, with another ``text`` if it is of other steps there."""
@@ -136,7 +141,7 @@ _ALL = (
         "Jain's index of the ranks' contributions to the model",
         lambda _, numbers: numbers.fairness.index,
         "index",
-        "fairness over ranks",
+        "fairness over {row}s",
     ),
     Number(
         "fairness_input_stage",
@@ -168,8 +173,8 @@ _ALL = (
         "model",
         lambda run, _: [dict(ranks) for ranks in run.replicas.made_late] or None,
     ),
-    Number("late", "", lambda _, numbers: numbers.late, "count", "times that a rank was late"),
-    Number("stood_in", "", lambda _, numbers: numbers.stood_in, "count", "times that a rank was stood in for"),
+    Number("late", "", lambda _, numbers: numbers.late, "count", "times that a {row} was late"),
+    Number("stood_in", "", lambda _, numbers: numbers.stood_in, "count", "times that a {row} was stood in for"),
     Number("late_steps_per_rank", "steps in which the rank was late", _of_ranks(lambda rank: rank.late), stable=True),
     Number(
         "stood_in_steps_per_rank",

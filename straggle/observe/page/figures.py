@@ -121,9 +121,12 @@ def lateness(run: Run) -> Chart:
             marker={"symbol": "x-thin", "size": 7, "line": {"width": 1.5, "color": "#000000"}},
             hoverinfo="skip",
         )
-    late = int(np.nansum(run.ranks["late"]))
-    alt = f"Ranks by steps: {late} times that a rank was late; the table below has the count of each rank."
-    sizes = ((cells.num_steps, "steps"), (cells.num_ranks, "ranks"))
+    late, of = int(np.nansum(run.ranks["late"])), run.replicas
+    alt = (
+        f"{of.rows.capitalize()} by steps: {late} times that a {of.row} was late; the table below has the count of "
+        f"each {of.row}."
+    )
+    sizes = ((cells.num_steps, "steps"), (cells.num_ranks, of.rows))
     binned = " by ".join(f"{number} {what}" for number, what in sizes if number > 1)
     return Chart(figure, alt, f"A cell is the mean of {binned}." if binned else "")
 
@@ -164,7 +167,10 @@ def contributions(run: Run) -> Chart:
     figure.update_xaxes(type="category", showgrid=False)
     figure.update_yaxes(autorange="reversed", dtick=1 if num_stages <= 20 else None, showgrid=False)
     first, last = (float(mean_of_known(run.stage_share[row], axis=0)) for row in (0, -1))
-    alt = f"Stages by ranks: {_percent(first)} came in for the first stage of backward, {_percent(last)} for the last."
+    alt = (
+        f"Stages by {row_noun}s: {_percent(first)} came in for the first stage of backward, {_percent(last)} for the "
+        "last."
+    )
     return Chart(figure, alt)
 
 
@@ -200,10 +206,12 @@ def timeline(report: StepReport, row: str = "rank") -> Chart:
         )
     figure.update_layout(barmode="overlay", bargap=0.25)
     figure.update_yaxes(type="category", categoryorder="array", categoryarray=labels[::-1], showgrid=False)
-    late = ", ".join(f"rank {rank.rank} late in {rank.cause}" for rank in report.ranks if rank.late) or "no rank late"
-    late += "".join(f", rank {rank.rank}: {rank.cause}" for rank in report.ranks if rank.cause and not rank.late)
+    late = (
+        ", ".join(f"{row} {rank.rank} late in {rank.cause}" for rank in report.ranks if rank.late) or f"no {row} late"
+    )
+    late += "".join(f", {row} {rank.rank}: {rank.cause}" for rank in report.ranks if rank.cause and not rank.late)
     cut = (
-        f"{len(ranks)} of {len(report.ranks)} ranks: those that were late, then the slowest."
+        f"{len(ranks)} of {len(report.ranks)} {row}s: those that were late, then the slowest."
         if len(ranks) < len(report.ranks)
         else ""
     )

@@ -8,9 +8,8 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,6 @@ _OPTIONAL = {"not_computed", "skipped", "loss", "validation_loss", "validation_a
 # of a watched run these would say 0, 1 and the step time again
 _OF_LATENESS = {"ddp_seconds_median", "ddp_seconds_mean", "saved_share", "fairness", "fairness_input_stage"}
 _OF_LATENESS |= {"depth_bias", "late", "stood_in"}
-_OF_PARAMETERS = NUMBERS["parameters_sha256"].label  # of ranks, also if the rows are of replicas
 
 
 @dataclass(frozen=True)
@@ -105,15 +103,13 @@ def page(runs: Sequence[Run], steps: Sequence[int] = ()) -> str:
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     charts = _Charts()
-    words = partial(runs[0].replicas.words, names_ranks=False) if all(run.replicas.slowest for run in runs) else str
-    environment.filters["rows"] = lambda text: Markup(words(text))
+    of_all = "replica" if all(run.replicas.slowest for run in runs) else "rank"
     return environment.get_template("page.html").render(
         title=" and ".join(run.name for run in runs),
         runs=[_run_part(charts, run, of, steps) for run, of in zip(runs, numbers, strict=True)],
         lateness=can_be_late(numbers),
-        headline=[
-            (label if label == _OF_PARAMETERS else words(label), cells) for label, cells in _headline(runs, numbers)
-        ],
+        of_all=of_all,
+        headline=_headline(runs, numbers, of_all),
         times=[charts.add(figures.step_times(runs)), charts.add(figures.step_times_over_steps(runs))],
         loss=[charts.add(figures.loss(runs, over=over)) for over in ("step", "seconds")] if _has_loss(runs) else [],
         charts=charts.json(),
@@ -132,21 +128,13 @@ class _Charts:
 
     def __init__(self) -> None:
         self._figures: list[str] = []
-        self._replicas = Replicas()
-
-    def of(self, replicas: Replicas) -> _Charts:
-        """To add figures of a run with these replicas."""
-        charts = copy(self)
-        charts._replicas = replicas
-        return charts
 
     def add(self, chart: Chart) -> dict[str, Any]:
         """Add a figure; returns what the template needs for it."""
-        words = partial(self._replicas.words, names_ranks=False)
         self._figures.append(chart.figure.to_json())
         height = chart.figure.layout.height
         number = len(self._figures) - 1
-        return {"id": f"chart{number}", "alt": words(chart.alt), "note": words(chart.note), "height": height}
+        return {"id": f"chart{number}", "alt": chart.alt, "note": chart.note, "height": height}
 
     def json(self) -> Markup:
         """All figures as JSON that is safe inside of a script element."""
@@ -157,7 +145,6 @@ def _run_part(charts: _Charts, run: Run, numbers: RunNumbers, steps: Sequence[in
     """What the page shows for each run separately."""
     chosen = _chosen(run, steps)
     reports = read_steps(run, chosen.keys())
-    charts = charts.of(run.replicas)
     return {
         "name": run.name,
         "about": _about(run, numbers),
@@ -186,12 +173,12 @@ def _run_part(charts: _Charts, run: Run, numbers: RunNumbers, steps: Sequence[in
     }
 
 
-def _headline(runs: Sequence[Run], numbers: Sequence[RunNumbers]) -> list[tuple[str, list[Cell]]]:
-    """The table at the top: rows of a label and a cell for each run."""
+def _headline(runs: Sequence[Run], numbers: Sequence[RunNumbers], row: str) -> list[tuple[str, list[Cell]]]:
+    """The table at the top: rows of a label and a cell for each run. ``row``: what the runs' rows are of."""
     names = [name for name in _HEADLINE if can_be_late(numbers) or name not in _OF_LATENESS]
     rows = [(name, [_of_run(name, run, of) for run, of in zip(runs, numbers, strict=True)]) for name in names]
     return [
-        (NUMBERS[name].label, cells)
+        (NUMBERS[name].called(row), cells)
         for name, cells in rows
         if name not in _OPTIONAL or any(cell.text not in ("", "0", "not known") for cell in cells)
     ]

@@ -31,7 +31,7 @@ def test_a_spell_is_from_its_first_step_to_its_last(
 
 def test_a_spell_says_whose_when_and_how_slow() -> None:
     (spell,) = link_spells(((step, [USUAL, USUAL, NARROW], 0.5) for step in range(7, 40)), num_bytes=5e6)
-    assert spell.words == "Rank 2's link was slow from step 7 on: 1.0 MB/s up, the others 20 MB/s"
+    assert spell.words() == "Rank 2's link was slow from step 7 on: 1.0 MB/s up, the others 20 MB/s"
 
 
 def test_merges_that_take_five_times_as_long_as_usual_are_counted() -> None:

@@ -37,39 +37,29 @@ def a_run(num_steps: int = 20) -> list[StepReport]:
 MADE_LATE = "(rank 3 made it late)"
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("rank 1 was late, rank 1 again", f"replica 1 {MADE_LATE} was late, replica 1 again"),
-        ("Rank 1 and all ranks", f"Replica 1 {MADE_LATE} and all replicas"),
-        ("the ranks 0.70", "the replicas 0.70"),
-        ("rank 1's data", "replica 1's data"),
-        (
-            "a rank's ranking, franks and rank_2",
-            "a replica's ranking, franks and rank_2",
-        ),
-        ("rank 0 waits", "replica 0 (rank 0 was its slowest) waits"),
-        ("rank 7", "replica 7"),
-    ],
-)
-def test_words_for_ranks_become_words_for_replicas(text: str, said: str) -> None:
-    assert Replicas.of(a_run()).words(text) == said
+def test_replica_is_named_with_the_rank_that_made_it_late_and_several_are_counted() -> None:
+    of = Replicas.of(a_run())
+    assert (of.row, of.rows) == ("replica", "replicas")
+    assert of.who(1) == f"replica 1 {MADE_LATE}"
+    assert of.who(0) == "replica 0 (rank 0 was its slowest)"
+    assert of.who(7) == "replica 7"
+    assert of.all_of([1]) == of.who(1)
+    assert of.all_of([1, 0]) == "replicas 0 and 1"
 
 
-def test_nothing_is_changed_if_each_rank_has_a_copy() -> None:
+def test_ranks_are_named_alone_if_each_has_a_copy() -> None:
     alone = Replicas.of(dataclasses.replace(report, slowest_ranks=()) for report in a_run())
-    assert alone.words("Rank 1 and all ranks") == "Rank 1 and all ranks"
-    assert alone.row == "rank"
+    assert (alone.row, alone.rows, alone.who(1), alone.all_of([2, 1])) == ("rank", "ranks", "rank 1", "ranks 1 and 2")
 
 
 def test_steps_in_which_a_replica_was_not_late_do_not_say_who_made_it_late() -> None:
     calm = [a_step(step, [a_rank(0), a_rank(1)], slowest_ranks=(0, 2)) for step in range(9)]
-    assert Replicas.of([*calm, a_late_step(9)]).words("rank 1") == f"replica 1 {MADE_LATE}"
-    assert Replicas.of(calm).words("rank 1") == "replica 1 (rank 2 was its slowest)"
+    assert Replicas.of([*calm, a_late_step(9)]).who(1) == f"replica 1 {MADE_LATE}"
+    assert Replicas.of(calm).who(1) == "replica 1 (rank 2 was its slowest)"
 
 
 def test_replica_that_waited_for_none_of_its_ranks_is_named_alone() -> None:
-    assert Replicas.of([a_late_step(0, (-1, -1))]).words("rank 1") == "replica 1"
+    assert Replicas.of([a_late_step(0, (-1, -1))]).who(1) == "replica 1"
 
 
 def test_live_line_names_the_rank_that_made_a_replica_late() -> None:

@@ -23,6 +23,7 @@ from straggle.observe.findings import advise
 from straggle.observe.numbers.reader import Trace
 from straggle.observe.page.figures import timeline
 from straggle.observe.page.page import write_page, write_report
+from straggle.observe.replicas import Replicas
 from straggle.observe.run import read_run, read_steps
 from straggle.observe.run_numbers import numbers_of
 from straggle.observe.summary import summarize
@@ -35,11 +36,11 @@ from straggle.report import MembersReport
 
 def test_run_ends_with_what_it_gained_over_ddp_and_what_was_dropped_for_it() -> None:
     numbers = {"step_seconds_mean": 0.18, "ddp_seconds_mean": 0.3, "dropped_share": 0.02}
-    assert result.outcome({**numbers, "dropped_share_per_rank": [0.0, 0.04]}) == (
+    assert result.outcome({**numbers, "dropped_share_per_rank": [0.0, 0.04]}, Replicas()) == (
         "A step took 0.60 of its time under DDP (180 of 300 ms, means); for that 2.0% of the gradients were dropped "
         "(rank 1: 4.0%)."
     )
-    nothing = result.outcome({**numbers, "dropped_share": 0.0, "dropped_share_per_rank": [0.0, 0.0]})
+    nothing = result.outcome({**numbers, "dropped_share": 0.0, "dropped_share_per_rank": [0.0, 0.0]}, Replicas())
     assert nothing.endswith("and no gradient was dropped.")
 
 
