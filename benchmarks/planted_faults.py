@@ -40,7 +40,7 @@ class Fault:
 
 
 _ROW = """\
-        current.buffers.write_telemetry(self._rank.replica.place, row.numbers())
+        current.buffers.write_telemetry(self._rank.replica.place, row.numbers(current.layout.columns))
 """
 _SEND = "        rows = current.buffers.merge_telemetry(groups.control)\n"
 _NOTED = "        self._ended_s = deadline.seconds, deadline.shadow_s\n"

@@ -34,6 +34,7 @@ from straggle.merge.late.replica import Replica
 from straggle.merge.round.buffers import bytes_on_wire
 from straggle.merge.round.rank_parts import RankParts
 from straggle.merge.round.round import Round
+from straggle.merge.rows.telemetry import Columns
 from straggle.merge.saved_state import ResumeState, SharedMemory
 from straggle.merge.state.module_state import ModuleState
 from straggle.merge.wing import Wings
@@ -161,6 +162,7 @@ def build(
     from straggle.replay.wing import Replay
     from straggle.stuck.wing import StuckWatch
 
+    columns = _columns(members)
     if members is not None and options.own_group:
         raise ValueError("members=Elastic() is for all ranks of the job: leave process_group out")
     wrapped = options.wrapped(module, wrapper)
@@ -174,7 +176,7 @@ def build(
         channel.widen()
     state = ModuleState(module, options.merge.buffers, channel.rank, source.slots[0].device)
     # after all ranks have the same parameters: from here on nothing is compared
-    rank = rank_parts(module, options, source, channel, replica, state)
+    rank = rank_parts(module, options, source, channel, replica, state, columns)
     member = None if members is None else _members(rank)
     stuck = StuckWatch(rank, registers, options.late_handling.stuck_after_s)
     pings = None
@@ -189,6 +191,14 @@ def build(
     if member is not None:
         _attach(member, module, built, members_hooks)
     return built
+
+
+def _columns(members: Elastic | None) -> Columns:
+    """Where rows have their numbers: those of the wings that this model has, too."""
+    from straggle.members import rows as of_members
+    from straggle.pools import rows as of_pools
+
+    return Columns((*of_pools.COLUMNS, *(() if members is None else of_members.COLUMNS)))
 
 
 def _members(rank: RankParts) -> Members:

@@ -10,8 +10,9 @@ from straggle.merge.round.rank_parts import RankParts
 from straggle.merge.round.round import Round
 from straggle.merge.rows.step_record import StepRecord
 from straggle.merge.rows.table import Table
+from straggle.merge.rows.telemetry import Row
 from straggle.merge.wing import Wing
-from straggle.policies.rank_links import RankLink
+from straggle.policies.rank_links import RankLink, Way
 
 
 class JobPings(Wing):
@@ -30,14 +31,15 @@ class JobPings(Wing):
         out: Callable[[], Collection[int]],
         on_long: Callable[[Sequence[RankLink]], None] | None,
     ) -> None:
-        channel, training = rank.channel, rank.training
+        channel = rank.channel
         self._rank, self._begins, self._out = rank, begins, out
+        self._measured: tuple[tuple[float, Way], ...] = ()  # ways to peers as they were measured last, and when
         self._pings = Pings(
             channel.rank,
             channel.world_size,
             channel.store,
             merged_bytes=merged_bytes,
-            sink=training.measure,
+            sink=self.measure,
             on_its_way=rank.merging.on_its_way,
             on_long=on_long,
         )
@@ -51,6 +53,17 @@ class JobPings(Wing):
         """Begin now, if peers want to know this rank's link before they let it in."""
         if self._begins:
             self._pings.begin()
+
+    def measure(self, ways: tuple[tuple[float, Way], ...]) -> None:
+        """Ways to peers are measured; by the pings' thread, without a lock."""
+        self._measured = ways  # another tuple, never a changed one: whoever submits reads it whole
+
+    def submit(self, current: Round, row: Row) -> Row:  # noqa: ARG002
+        """Add the ways to peers, with how long ago each was measured."""
+        if not (measured := self._measured):
+            return row
+        now = self._rank.stopwatch.now()
+        return row._replace(ways=tuple(Way(way.source, way.target, way.link, now - at) for at, way in measured))
 
     def left(self, current: Round) -> None:
         """A step is merged; by the training thread, which does next to nothing for it."""

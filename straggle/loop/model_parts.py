@@ -17,6 +17,7 @@ from straggle.merge.late.replica import Replica
 from straggle.merge.options import Merge
 from straggle.merge.round.coordinator import Coordinator
 from straggle.merge.round.rank_parts import RankParts
+from straggle.merge.rows.telemetry import Columns
 from straggle.merge.state.module_state import ModuleState
 from straggle.merge.wing import Wings
 from straggle.merge.wire.channel import Channel
@@ -76,8 +77,9 @@ def rank_parts(
     channel: Channel,
     replica: Replica,
     state: ModuleState,
+    columns: Columns,
 ) -> RankParts:
-    """What merges for this rank."""
+    """What merges for this rank. ``columns``: where rows have their numbers, those of optional parts too."""
     return RankParts.build(
         source.slots,
         plan_stages(module, options.stages, named=[*named_tensors(source.slots)]),
@@ -86,6 +88,7 @@ def rank_parts(
         CurrentDeadline(options.deadline, options.late_handling, replica.count),
         options.merge,
         num_state=state.numel,
+        columns=columns,
     )
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from straggle.members.member import Member
 from straggle.members.moved_round import Notes, without_lost
+from straggle.members.rows import ADMITS
 from straggle.merge.round.merged_steps import Completion
 from straggle.merge.round.rank_parts import RankParts
 from straggle.merge.round.round import Round
@@ -81,8 +82,8 @@ class MembersCompletion(Completion):
         assert current.submitted is not None
         current.buffers.use_telemetry(torch.zeros_like(current.buffers.telemetry))
         # asked again: while the members change, a step may be submitted before which others are let in
-        row = without_lost(current.submitted.row, current, notes)._replace(admits=self._member.admits(current))
-        current.buffers.write_telemetry(self._rank.replica.place, row.numbers())
+        row = without_lost(current.submitted.row, current, notes).telling({ADMITS: self._member.admits(current)})
+        current.buffers.write_telemetry(self._rank.replica.place, row.numbers(current.layout.columns))
         rows = current.buffers.merge_telemetry(groups.control)
         notes.end_with(rows, self._rank.rounds.ranks)
         return rows

@@ -22,7 +22,6 @@ from straggle.members.view_chain import Hold
 from straggle.merge.round.rank_parts import RankParts
 from straggle.merge.round.round import Round
 from straggle.merge.rows.table import Table
-from straggle.merge.rows.telemetry import absent_row
 from straggle.merge.wire.groups import ProcessGroups
 from straggle.policies.history import History
 from straggle.policies.rank_links import RankLink
@@ -367,7 +366,7 @@ class Member:
         notes = self.notes_of(current)
         current.rows_changed()
         if len(notes.row_ranks) < (count := self._rank.replica.count):
-            absent = absent_row(len(self._rank.rounds.plan.stages))
+            absent = current.layout.absent_row()
             for rank in set(range(count)) - set(notes.row_ranks):
                 current.buffers.rows[rank] = absent
         self._last_telemetry = current.buffers.telemetry.clone()

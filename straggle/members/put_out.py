@@ -18,11 +18,13 @@ from typing import Any
 
 from straggle.members.absence import HALF, Seen, merge_s, slow_in_link
 from straggle.members.membership import Membership
+from straggle.members.rows import PROBE_NUMBER, PROBE_S, PROBED
 from straggle.members.slow_members import AFTER_STEPS, Probe, SlowMembers, Window
 from straggle.members.view import Leaving, View
 from straggle.members.why_slow import Judged, why_slow_link, why_slow_work
 from straggle.merge.rows.table import Table
 from straggle.policies.rank_links import RankLink
+from straggle.pools.rows import PARTS
 
 _SLOW_LINK, _SLOW_WORK = Leaving("link", "its link is slow"), Leaving("slow", "its work takes too long")
 _log = logging.getLogger(__name__)
@@ -172,7 +174,7 @@ def _work_s(table: Table) -> dict[int, float]:
     That is so if nobody gave anything, in a loop with collectives of its own in its steps, which need all ranks, and in
     a step with a pool, from which a slow rank draws less.
     """
-    if any(table.column("gathers")) or any(table.column("pool_parts")) or not any(table.weight()):
+    if any(table.column("gathers")) or any(table.told(PARTS)) or not any(table.weight()):
         return {}
     absent = table.column("absent")
     return {rank: seconds for rank, seconds in enumerate(table.column("busy_s")) if not absent[rank]}
@@ -189,6 +191,6 @@ def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _probes(table: Table) -> dict[int, Probe]:
     """The newest probes of ranks that are out, of which members have heard."""
-    rows = zip(*map(table.column, ("probed", "probe_number", "probe_s")), strict=True)
+    rows = zip(*map(table.told, (PROBED, PROBE_NUMBER, PROBE_S)), strict=True)
     heard = sorted((number, int(place) - 1, seconds) for place, number, seconds in rows if place)
     return {rank: Probe(number, seconds) for number, rank, seconds in heard}

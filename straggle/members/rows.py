@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from straggle.merge.rows.table import Table
+from straggle.merge.rows.telemetry import Column
+
+ADMITS = Column("admits", unusual=True)  # it lets others in after this step
+# it is to leave after this step, if so many others are left; 0: it stays
+LEAVES = Column("leaves", unusual=True)
+# a rank that is out, and of which it has heard what its own work takes, plus 1; the number of that, and its seconds
+PROBED, PROBE_NUMBER, PROBE_S = Column("probed"), Column("probe_number"), Column("probe_s")
+COLUMNS = (ADMITS, LEAVES, PROBED, PROBE_NUMBER, PROBE_S)
 
 
 def admits_of(table: Table, rank: int) -> bool:
     """Whether this rank lets others in after this step."""
-    return bool(table.column("admits")[rank])
+    return bool(table.told(ADMITS)[rank])
 
 
 def admits(table: Table) -> bool:
     """Whether ranks are let in after this step."""
-    return any(table.column("admits"))
+    return any(table.told(ADMITS))
 
 
 def leaving_ranks(table: Table) -> frozenset[int]:
@@ -26,7 +34,7 @@ def is_last(table: Table) -> bool:
 
 
 def _departures(table: Table) -> tuple[frozenset[int], bool]:
-    needs = table.column("leaves")
+    needs = table.told(LEAVES)
     leaving = frozenset(rank for rank, others in enumerate(needs) if others)
     left = set(range(table.num_ranks)) - table.absent_ranks() - leaving
     if len(left) < max(needs):

@@ -18,6 +18,7 @@ from straggle.members.own_collectives import OwnCollectives
 from straggle.members.probe import Probes
 from straggle.members.put_out import PutOut
 from straggle.members.regrouping import MembershipEvents, Regrouping
+from straggle.members.rows import ADMITS, LEAVES, PROBE_NUMBER, PROBE_S, PROBED
 from straggle.merge.round.coordinator import Coordinator
 from straggle.merge.round.rank_parts import RankParts
 from straggle.merge.round.round import Round
@@ -154,10 +155,10 @@ class Members(Wing):
         """Add to the row whether newcomers may come in after this step, and whether this rank is to leave."""
         if probes := self.channel.membership.joins.probes:
             rank = sorted(probes)[current.step % len(probes)]
-            row = row._replace(probed=rank + 1, probe_number=probes[rank][0], probe_s=probes[rank][1])
+            row = row.telling({PROBED: rank + 1, PROBE_NUMBER: probes[rank][0], PROBE_S: probes[rank][1]})
         if leaves := self.member.leaves(current):
-            return row._replace(leaves=leaves)
-        return row._replace(admits=True) if self.member.admits(current) else row
+            return row.telling({LEAVES: leaves})
+        return row.telling({ADMITS: 1}) if self.member.admits(current) else row
 
     def leave(self) -> None:
         """Raise the error that ended the job, if any, and note that the work of a probe's step is over."""

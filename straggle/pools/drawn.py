@@ -9,8 +9,9 @@ from functools import cached_property
 from typing import final
 
 from straggle.merge.round.step_passes import Passes
-from straggle.merge.rows.telemetry import Row
+from straggle.merge.rows.telemetry import Column, Row
 from straggle.pools.draws import Draws
+from straggle.pools.rows import ATTEMPTS, PARTS, WEIGHT
 
 BY_HAND = (
     "gradients were put into p.grad by hand in a step with step.pull(), which weighs those of each backward pass by "
@@ -105,9 +106,8 @@ class Drawn(Passes):
         num_put_back = 0 if self._draws is None else self._draws.num_put_back
         reported = replace(row.reported, parts=min(num_over, self.number), put_back=num_put_back)
         pool = self._pool
-        return row._replace(
-            reported=reported, pool_parts=len(pool.weights), pool_weight=pool.total, pool_attempts=pool.attempt
-        )
+        own: dict[Column, float] = {PARTS: len(pool.weights), WEIGHT: pool.total, ATTEMPTS: pool.attempt}
+        return row._replace(reported=reported).telling(own)
 
     def _first(self, number: int, *, is_open: bool = False) -> Drawn:
         return Drawn(

@@ -36,6 +36,7 @@ from straggle.pools.pool import (
     sure_shares,
 )
 from straggle.pools.random_numbers import random_numbers_of
+from straggle.pools.rows import ATTEMPTS, PARTS, WEIGHT
 from straggle.replay.wing import AsRecorded
 from straggle.report import CAUSES
 
@@ -158,7 +159,7 @@ class Pulling(Wing):
 
     def rows_read(self, current: Round) -> None:
         """In a step that has a pool, set each rank's weight to its share."""
-        if any(current.table.column("pool_parts")):
+        if any(current.table.told(PARTS)):
             share_out(current.table)
             self._rank.deadline.work_is_dealt()
 
@@ -170,7 +171,7 @@ class Pulling(Wing):
                 self._step_s.clear()
                 self._expect(NEVER)
             return
-        sizes = [int(number) for number in table.column("pool_parts")]
+        sizes = [int(number) for number in table.told(PARTS)]
         if len(pools := {number for number in sizes if number}) > 1:
             raise ValueError(
                 f"step {record.step}: step.pull() was given {sizes} micro-batches by ranks 0, 1, ...: all "
@@ -233,18 +234,18 @@ class Pulling(Wing):
 def _is_made_again(current: Round) -> bool:
     """Whether a merged step lacks micro-batches that are to be computed again; the same on all ranks."""
     table = current.table
-    if table.is_usual or not (attempt := int(max(table.column("pool_attempts")))):
+    if table.is_usual or not (attempt := int(max(table.told(ATTEMPTS)))):
         return False
     computed, weights = table.rows[:, table.of_stages.computed], torch.tensor(table.column("weight"))
     left = [cause in _LEFT for cause in table.column("cause")]
     given = (weights[:, None] * computed).sum(0).tolist()
-    return not any(left) and is_made_again(attempt, max(table.column("pool_weight")), given)
+    return not any(left) and is_made_again(attempt, max(table.told(WEIGHT)), given)
 
 
 def share_out(table: Table) -> None:
     """In a step with a pool, give a rank that did not enter it weight 0: its row has the weight of another step."""
-    weights = zip(table.column("pool_parts"), table.column("weight"), strict=True)
-    table.share_weight([weight if parts else 0.0 for parts, weight in weights], max(table.column("pool_weight")))
+    weights = zip(table.told(PARTS), table.column("weight"), strict=True)
+    table.share_weight([weight if parts else 0.0 for parts, weight in weights], max(table.told(WEIGHT)))
 
 
 def _did(num_parts_done: int, compute_s: float, num_parts: int) -> Did:

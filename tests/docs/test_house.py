@@ -89,10 +89,8 @@ def words_of(line: str) -> set[str]:
     "module", [module for module in MODULES if module.split(".")[1:2] and module.split(".")[1] in CORE]
 )
 def test_core_names_no_wing(module: str) -> None:
-    # a row of telemetry has what the report has, which are the names that users read; and `ThreadPoolExecutor`
-    told = {"merge.rows.telemetry": {"pool"}, "merge.late.replica": {"pool"}}.get(
-        module.removeprefix("straggle."), set()
-    )
+    # `ThreadPoolExecutor`
+    told = {"merge.late.replica": {"pool"}}.get(module.removeprefix("straggle."), set())
     lines = MODULES[module].read_text().splitlines()
     assert [line for line in lines if (words_of(line) & WINGS) - told] == []
 
@@ -189,7 +187,7 @@ BUDGET = {
     "links": 980,
     "loop": 2330,
     "members": 5510,
-    "merge": 9560,
+    "merge": 9540,
     "observe": 4560,
     "policies": 2700,
     "pools": 950,
@@ -198,7 +196,7 @@ BUDGET = {
     "stuck": 820,
     "__init__": 170,
     "__main__": 70,
-    "building": 360,
+    "building": 390,
     "extras": 40,
     "garbage": 80,
     "parallel": 540,

@@ -29,7 +29,7 @@ from job_loop import (
 from members import run_job
 from queued_device import queued_device
 from ranks import Raised, die, digest, run_forked, run_ranks, staged
-from telemetry_rows import row_of
+from telemetry_rows import ALL_COLUMNS, row_of
 from training import features, mlp
 
 from straggle import (
@@ -695,7 +695,8 @@ def test_round_goes_on_among_other_members_while_nothing_of_it_is_queued_on_its_
 def coordinator_of(channel, slots, plan, policy):
     """The coordinator of a member of a job of one rank or two, and that member."""
     deadline = CurrentDeadline(policy, LateHandling(), world_size=channel.world_size)
-    rank = RankParts.build(slots, plan, channel, Replica.of_one_rank(channel), deadline, Merge(), num_state=0)
+    replica = Replica.of_one_rank(channel)
+    rank = RankParts.build(slots, plan, channel, replica, deadline, Merge(), num_state=0, columns=ALL_COLUMNS)
     members = Members(rank, channel)
     coordinator = Coordinator(
         rank, slots, fill_in=FillIn(Abstain()), merge=Merge(), wings=Wings(members), submit_hooks={}
@@ -775,7 +776,7 @@ def take_telemetry_of_who_has_left(rank):
         time.sleep(0.001)
     member.freeze()
     ones, zeros = (1.0,) * len(plan.stages), (0.0,) * len(plan.stages)
-    row = row_of(computed=ones, estimated=zeros, stage_s=zeros).encode()
+    row = row_of(computed=ones, estimated=zeros, stage_s=zeros).encode(ALL_COLUMNS)
     of_both = torch.cat([row, row])
     member.regroup(
         channel.groups, view.without({1: Leaving("ended", "gone")}), Repair(1, completed=0, giver=0), of_both

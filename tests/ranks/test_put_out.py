@@ -36,7 +36,7 @@ class Measured:
     def __init__(self, table: Table, links: list[RankLink]) -> None:
         self.absent_ranks, self.links, self.column = table.absent_ranks, lambda: links, table.column
         self.last_submitted_s, self.weight, self.given = 1.0, table.weight, table.given
-        self.is_usual = table.is_usual
+        self.is_usual, self.told = table.is_usual, table.told
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,8 @@ def test_ranks_of_a_replica_with_unequal_numbers_are_refused_and_named(numbers: 
     place = 0 if numbers[0] != numbers[1] else 1
     least = min(numbers[SHARDS * place : SHARDS * place + SHARDS])
     for rank in range(SHARDS * place, SHARDS * place + SHARDS):
-        named = f"rank {SHARDS * place + numbers[SHARDS * place :].index(least)} has had {least} in loop 1 and has no more"
+        named = (
+            f"rank {SHARDS * place + numbers[SHARDS * place :].index(least)} has had {least} in loop 1 and has no more"
+        )
         assert named in ends[rank].message
         assert f"ranks {[SHARDS * place, SHARDS * place + 1]} shard one copy of the model" in ends[rank].message

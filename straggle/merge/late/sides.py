@@ -19,7 +19,6 @@ from straggle.merge.rows.telemetry import NO_FINGERPRINT
 from straggle.merge.wire.contents import Fingerprint
 from straggle.merge.wire.loop_collectives import LoopCollectives
 from straggle.merge.wire.patience import PlaceFor
-from straggle.policies.rank_links import Way
 from straggle.source.kept import NONE, UNDECIDED
 
 
@@ -77,8 +76,6 @@ class TrainingSide:
         # appended to without the lock, which costs too much for each micro-batch: a reader may see one less
         self.microbatch_s: list[float] = []  # when each was finished
         self.overrun_s = 0.0  # emptied by whoever submits
-        # ways to peers, and when; by the thread that measures them, as a whole
-        self.measured: tuple[tuple[float, Way], ...] = ()
         self.collectives = collectives or LoopCollectives()
         self.num_collectives = 0  # that the loop itself began in the last step
         self.gathers = False  # it did so in any step
@@ -224,14 +221,6 @@ class TrainingSide:
         if paused_at is not None:
             return "paused", now - paused_at
         return ("outside", self.since_step_s) if entered_at is None else ("inside", now - entered_at)
-
-    def ways(self, now: float) -> tuple[Way, ...]:
-        """Ways to peers as they were measured last, with how long ago that was."""
-        return tuple(Way(way.source, way.target, way.link, now - at) for at, way in self.measured)
-
-    def measure(self, ways: tuple[tuple[float, Way], ...]) -> None:
-        """Ways to peers are measured. Needs no lock: they are another tuple, never a changed one."""
-        self.measured = ways
 
     def wait_unentered(self, seconds: float) -> None:
         """So long after a merge no rank waits for one that has not entered the step; with the lock held."""

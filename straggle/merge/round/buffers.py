@@ -19,7 +19,7 @@ from torch import Tensor
 from straggle.backward.stages import STAGE_BYTES, StagePlan, mean_over
 from straggle.merge.round.memory import ALIGN, Lent, NumbersWithData, PlainNumbers
 from straggle.merge.rows.device_numbers import Counts
-from straggle.merge.rows.telemetry import COLUMN, NONFINITE, row_length
+from straggle.merge.rows.telemetry import COLUMN, NONFINITE, OF_THE_CORE, Columns
 from straggle.merge.wire.groups import Group, ProcessGroups
 from straggle.source.source import Slot
 
@@ -103,6 +103,7 @@ class StageBuffers:
     and ``state``, a message of ``num_state`` numbers of the module's other state (`state/averages.py`). After
     `use_telemetry` the rows go in a message of their own, after all buckets. ``drop_nonfinite``: gradients with
     elements that are not finite are left out. ``wire_dtype``: that in which float32 gradients travel.
+    ``columns``: where rows have their numbers.
     ``by_few_kernels``: several gradients should come by one call, which a device needs; on the CPU that saves nothing.
     """
 
@@ -118,6 +119,7 @@ class StageBuffers:
         num_state: int = 0,
         drop_nonfinite: bool = False,
         wire_dtype: torch.dtype | None = None,
+        columns: Columns = OF_THE_CORE,
     ) -> None:
         self._world_size = world_size
         self._slots = slots
@@ -136,7 +138,7 @@ class StageBuffers:
         self.rows = torch.empty(0)
         self._stages = plan.buckets()
         buckets = [[index for stage in bucket for index in stage.parameters] for bucket in self._stages]
-        self._length = world_size * row_length(len(plan.stages))
+        self._length = world_size * columns.row_length(len(plan.stages))
         self._num_last = self._numbers_with_last()
         self._buckets = [self._allocate(bucket, last=bucket is buckets[-1]) for bucket in buckets]
         self._own_rows = array("f", bytes(4 * self._length))  # zeros but for this rank's row

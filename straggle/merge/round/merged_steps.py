@@ -16,7 +16,7 @@ from straggle.merge.round.rank_parts import RankParts
 from straggle.merge.round.round import Round
 from straggle.merge.rows.step_record import StepRecord
 from straggle.merge.rows.table import Table
-from straggle.merge.rows.telemetry import ScalarNames, absent_row
+from straggle.merge.rows.telemetry import ScalarNames
 from straggle.merge.state.exchange import NOTHING_GIVEN, Exchange, Manifest, different_tensors, transfers
 from straggle.merge.wing import WaitsForMerge, Wings
 from straggle.merge.wire.channel import GroupsChanged
@@ -142,7 +142,7 @@ class MergedSteps:
         """What a step comes to for a rank that takes no part in it."""
         rank, now = self._rank, self._rank.stopwatch.now()
         current = rank.rounds.empty(step)
-        current.merged_without(absent_row(len(current.layout.plan.stages)), probed=rank.training.probes)
+        current.merged_without(probed=rank.training.probes)
         self._ended_s = rank.deadline.seconds, rank.deadline.shadow_s
         since_s = now - rank.training.applied_at
         current.recorded(self._recorded(current, since_s if math.isfinite(since_s) else 0.0, now), {})

@@ -17,6 +17,7 @@ from straggle.merge.options import Merge
 from straggle.merge.round.round import Round
 from straggle.merge.round.rounds import Rounds
 from straggle.merge.rows.device_numbers import DeviceNumbers
+from straggle.merge.rows.telemetry import Columns
 from straggle.merge.wire.channel import Channel
 from straggle.merge.wire.loop_collectives import LoopCollectives
 from straggle.source.source import Slot
@@ -54,8 +55,12 @@ class RankParts:
         merge: Merge,
         *,
         num_state: int,
+        columns: Columns,
     ) -> RankParts:
-        """Those of a model with these slots; ``num_state``: numbers of other state that go beside each merge."""
+        """Those of a model with these slots; ``num_state``: numbers of other state that go beside each merge.
+
+        ``columns``: where rows have their numbers.
+        """
         stopwatch, device = Stopwatch(), device_of(slots[0].device)
         sides = TrainingSide(stopwatch, LoopCollectives(replica.ranks)), MergeSide(stopwatch)
         replica.tell(channel, sides[0].place)
@@ -69,6 +74,7 @@ class RankParts:
             num_state=num_state,
             num_replicas=replica.count,
             queued=device.is_queued and not channel.groups_change,
+            columns=columns,
         )
         if rounds.are_queued:
             from straggle.merge.late.device_watch import DeviceWatch  # where there is a device with a queue

@@ -5,6 +5,7 @@ Nothing here is thread-safe: the coordinator's lock guards it.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -19,7 +20,7 @@ from straggle.merge.round.gradients_in import GradientsIn, Usage
 from straggle.merge.round.step_passes import EqualPasses, Passes
 from straggle.merge.rows.step_record import StepRecord
 from straggle.merge.rows.table import Table
-from straggle.merge.rows.telemetry import Row
+from straggle.merge.rows.telemetry import OF_THE_CORE, Columns, Row, absent_row
 from straggle.merge.state.exchange import Given
 from straggle.merge.wire.channel import Channel
 from straggle.merge.wire.groups import ProcessGroups, succeeded
@@ -34,10 +35,13 @@ Finished = tuple[int, Tensor, float]  # a parameter, its gradient of one backwar
 
 
 class Layout:
-    """A plan as the merge needs it: which bucket ends with which stage, and which parameter is in which."""
+    """A plan as the merge needs it: which bucket ends with which stage, and which parameter is in which.
 
-    def __init__(self, plan: StagePlan, slots: Sequence[Slot]) -> None:
-        self.plan = plan
+    ``columns``: where rows have their numbers.
+    """
+
+    def __init__(self, plan: StagePlan, slots: Sequence[Slot], columns: Columns = OF_THE_CORE) -> None:
+        self.plan, self.columns = plan, columns
         self.buckets: list[tuple[Stage, ...]] = plan.buckets()
         self.bucket_names = [", ".join(stage.name for stage in bucket) for bucket in self.buckets]
         self.bucket_ends = [sum(len(bucket) for bucket in self.buckets[: b + 1]) for b in range(len(self.buckets))]
@@ -49,6 +53,14 @@ class Layout:
         if (lowest := min(shares)) == max(shares):
             return (lowest,) * len(self.plan.stages)
         return tuple(mean_over([shares[i] for i in s.parameters], self._of(s)) for s in self.plan.stages)
+
+    def absent_row(self) -> Tensor:
+        """The row of a rank that takes no part."""
+        return absent_row(len(self.plan.stages), self.columns)
+
+    def table(self, rows: Tensor | array[float], *, probed: bool = False) -> Table:
+        """These rows of all ranks."""
+        return Table(rows, len(self.plan.stages), self.columns, probed=probed)
 
     def _of(self, stage: Stage) -> list[int]:
         return [self.numel[index] for index in stage.parameters]
@@ -186,17 +198,17 @@ class Round:
         if not self.buffers.is_queued:
             self.launched = []
 
-    def merged_without(self, rows: Tensor, *, probed: bool) -> Table:
-        """It is that of a rank that takes part in none: ``rows`` are all that there is."""
-        self.buffers.rows[:] = rows
+    def merged_without(self, *, probed: bool) -> Table:
+        """It is that of a rank that takes part in none."""
+        self.buffers.rows[:] = self.layout.absent_row()
         self.stood_in, self.sent = True, {}
         self.terms = replace(self.terms, generation=max(1, self.generation))  # other ranks merge than at first
-        self.table = Table(self.buffers.rows.clone(), len(self.layout.plan.stages), probed=probed)
+        self.table = self.layout.table(self.buffers.rows.clone(), probed=probed)
         return self.table
 
     def read_rows(self) -> Table:
         """Read the rows of all ranks, which are merged."""
-        self.table, self.is_read = Table(self.buffers.copy_rows(), len(self.layout.plan.stages)), True
+        self.table, self.is_read = self.layout.table(self.buffers.copy_rows()), True
         return self.table
 
     def rows_changed(self) -> None:

@@ -12,6 +12,7 @@ from straggle.merge.options import Merge
 from straggle.merge.round.buffers import StageBuffers, keep_freed_memory
 from straggle.merge.round.gradients_in import Usage
 from straggle.merge.round.round import Layout, Round, RoundTerms
+from straggle.merge.rows.telemetry import OF_THE_CORE, Columns
 from straggle.merge.wire.groups import ProcessGroups
 from straggle.policies.merge_time import QUICK_S
 from straggle.source.source import Slot
@@ -27,7 +28,7 @@ class Rounds:
     """Begins the rounds of one model, and keeps the buffers that are free; all with the coordinator's lock held.
 
     ``num_state``: numbers of the module's other state that go beside each merge. ``queued``: the host does not wait
-    for the gradients' device.
+    for the gradients' device. ``columns``: where rows have their numbers.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Rounds:
         num_state: int,
         num_replicas: int,
         queued: bool = False,
+        columns: Columns = OF_THE_CORE,
     ) -> None:
         self.groups: ProcessGroups | None = None  # `None`: there are none at present
         self.ranks = tuple(range(num_replicas))  # of these groups, by their rows
@@ -48,7 +50,7 @@ class Rounds:
         self._merge = merge
         self._all_or_nothing = all_or_nothing
         self._num_state = num_state
-        self._num_replicas = num_replicas
+        self._num_replicas, self._columns = num_replicas, columns
         self.are_queued, self._kind = queued, _queued_buffers() if queued else StageBuffers
         self.watch: DeviceWatch | None = None  # if the host does not wait for the device, what sees that it is stuck
         keep_freed_memory()
@@ -62,7 +64,7 @@ class Rounds:
     def learn(self, plan: StagePlan) -> None:
         """Merge by this plan from here on; between two steps, on all ranks alike."""
         self.plan = plan
-        self._layout = Layout(plan, self._slots)
+        self._layout = Layout(plan, self._slots, self._columns)
         self._held: StageBuffers | None = None  # whose views are p.grad
         self._spare: StageBuffers | None = None
 
@@ -132,6 +134,7 @@ class Rounds:
             num_state=self._num_state,
             drop_nonfinite=self._merge.nonfinite == "drop",
             wire_dtype=self._merge.dtype_on_wire,
+            columns=self._columns,
         )
 
     def make_spare(self) -> None:

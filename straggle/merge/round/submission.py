@@ -129,7 +129,7 @@ class Submission:
             row = phase(current, row)
         # state and rows before `close`: they travel with the last bucket, which that launches
         current.buffers.write_state(given.message)
-        current.buffers.write_telemetry(self._rank.replica.place, row.numbers())
+        current.buffers.write_telemetry(self._rank.replica.place, row.numbers(current.layout.columns))
         joins_over = row.joins_over if current.stood_in else None
         current.close(own, weights, Submitted(row, given, training.entry.idle, in_step, had_work, joins_over))
         now = self._rank.stopwatch.now()
@@ -193,7 +193,6 @@ class Submission:
             joins_over=training.no_more_after(merging.step, stood_in=current.stood_in),
             without_store=not rank.channel.store.reachable,
             state=state,
-            ways=training.ways(now) if training.measured else (),
             cost=training.cost if in_step and not idle else math.nan,
             scalars={**arrived.scalars, **scalars} if arrived.scalars else scalars,
             counts_behind=arrived.behind,

@@ -20,7 +20,7 @@ from straggle.schema import numbers_of
 
 _ROUNDING = 1e-4  # relative error of sums of weights
 _KINDS = dict.fromkeys(TIMES, float) | {own.name: own.kind for own in numbers_of(RankNumbers)}
-_OF_ALL = [own for own in numbers_of(StepReport) if own.name in COLUMN]  # the largest of the ranks' rows
+_OF_STEP = numbers_of(StepReport)
 _BRIEF = ("compute_s", "overrun_s", "late", "stood_in", "idle", "absent", "weight", "nonfinite")
 _AS_THEY_ARE = [(name, COLUMN[name], kind) for name, kind in _KINDS.items()]
 
@@ -125,7 +125,9 @@ class StepRecord:
         return self._reach(self.table.rows[rank, self.table.of_stages.computed].tolist())
 
     def _of_all(self) -> dict[str, Any]:
-        return {own.name: own.kind(max(self.table.column(own.name))) for own in _OF_ALL}
+        """Those of its numbers that are the largest of the ranks' rows."""
+        table, there = self.table, self.table.columns.place
+        return {own.name: own.kind(max(table.column(own.name))) for own in _OF_STEP if own.name in there}
 
     def _reach(self, computed: Sequence[float]) -> float:
         return mean_over(computed, [stage.numel for stage in self.plan.stages])

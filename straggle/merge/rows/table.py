@@ -16,18 +16,18 @@ from torch import Tensor
 from straggle.merge.rows.telemetry import (
     COLUMN,
     COUNTS_BEHIND,
-    FIELDS,
     MICROBATCH_SLOTS,
     NONFINITE,
+    OF_THE_CORE,
     UNCHANGED,
     UNFINISHED,
     UNSETTLED,
     WAYS,
+    Column,
+    Columns,
     means_of,
     microbatch_slot,
     must_exchange,
-    row_length,
-    stage_columns,
 )
 from straggle.policies.deadline import Granularity
 from straggle.policies.history import ProgressRow, StepProgress
@@ -90,20 +90,20 @@ def _minority(given: Mapping[int, _Given]) -> tuple[int, ...] | None:
     return tuple(rank for rank, own in given.items() if own != most)
 
 
-class _Columns(dict[str, tuple[float, ...]]):
+class _Values(dict[str, tuple[float, ...]]):
     """The values of a field in all rows, by its name; read when first needed."""
 
-    def __init__(self, rows: Sequence[Sequence[float]]) -> None:
-        self._rows = rows
+    def __init__(self, rows: Sequence[Sequence[float]], place: Mapping[str, int]) -> None:
+        self._rows, self._place = rows, place
 
     def __missing__(self, name: str) -> tuple[float, ...]:
-        column = COLUMN[name]
+        column = self._place[name]
         self[name] = found = tuple([row[column] for row in self._rows])
         return found
 
 
 class Table:
-    """The rows of a matrix of shape (ranks, `row_length`), on the CPU, or of its numbers.
+    """The rows of a matrix of shape (ranks, ``columns.row_length``), on the CPU, or of its numbers.
 
     ``of_stages``: where a row has its numbers of each stage. ``total_weight``: the weight of the entire step over all
     ranks, if known (`share_weight`). ``is_usual``: all ranks have done all of their work, their optimizers stepped
@@ -111,16 +111,18 @@ class Table:
     to time its own work.
     """
 
-    def __init__(self, rows: Tensor | array[float], num_stages: int, *, probed: bool = False) -> None:
-        self._given = rows
-        self._num_stages, self.of_stages = num_stages, stage_columns(num_stages)
+    def __init__(
+        self, rows: Tensor | array[float], num_stages: int, columns: Columns = OF_THE_CORE, *, probed: bool = False
+    ) -> None:
+        self._given, self.columns = rows, columns
+        self._num_stages, self.of_stages = num_stages, columns.of_stages(num_stages)
+        self._row_length, num_fixed = columns.row_length(num_stages), len(columns.place)
         # every step needs some of these few numbers, and one tensor operation costs more than the entire list
         if isinstance(rows, Tensor):
-            fixed: Sequence[Sequence[float]] = rows[:, : len(FIELDS)].tolist()
+            fixed: Sequence[Sequence[float]] = rows[:, :num_fixed].tolist()
         else:
-            starts = range(0, len(rows), row_length(num_stages))
-            fixed = [rows[start : start + len(FIELDS)] for start in starts]
-        self._columns, self.num_ranks = _Columns(fixed), len(fixed)
+            fixed = [rows[start : start + num_fixed] for start in range(0, len(rows), self._row_length)]
+        self._columns, self.num_ranks = _Values(fixed, columns.place), len(fixed)
         # no row has `Row.is_unusual`, and all gradients are finite
         self.is_usual = not (any(self._columns["unusual"]) or any(self._columns["nonfinite"]))
         self.total_weight: float | None = None
@@ -348,7 +350,7 @@ class Table:
         shares, weights, entered_s = _unit_shares(counts, stage_share, granularity), self.weight(), self._entered()
         overhead_s = max(0.0, min(self._columns["merge_s"]))
         given = array("f", self._given.flatten().tolist()) if isinstance(self._given, Tensor) else self._given
-        length, numbers = row_length(self._num_stages), array("f")
+        length, numbers = self._row_length, array("f")
         stage_s, computed, slots = self.of_stages.stage_s, self.of_stages.computed, self.of_stages.weights.stop
         for rank, (count, share) in enumerate(zip(counts, shares, strict=True)):
             first = rank * length
@@ -388,3 +390,7 @@ class Table:
     def column(self, name: str) -> tuple[float, ...]:
         """The values of a field of `Row` that is one number, by rank."""
         return self._columns[name]
+
+    def told(self, column: Column) -> tuple[float, ...]:
+        """What an optional part says there, by rank; zeros in a job without that part."""
+        return self._columns[column.name] if column.name in self.columns.place else (0.0,) * self.num_ranks

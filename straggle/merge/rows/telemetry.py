@@ -1,7 +1,8 @@
 """What each rank reports with every merge: one row of numbers, in its own slot, so that no message is added.
 
-A row holds the numbers that `Row` declares, then four numbers for each stage, then the user's scalars as (hash of the
-name, value) pairs, so that ranks need not agree on names or their order.
+A row holds the numbers that `Row` declares, then those that optional parts declare (`Column`), then four numbers for
+each stage, then the user's scalars as (hash of the name, value) pairs, so that ranks need not agree on names or their
+order.
 """
 
 from __future__ import annotations
@@ -86,14 +87,24 @@ WAYS = tuple(f"way_{part}_{slot}" for slot in range(MAX_WAYS) for part in ("targ
 NO_FINGERPRINT = -1
 
 
+class Column(NamedTuple):
+    """One number of a row that an optional part declares, writes and reads; 0 on a rank that says nothing.
+
+    ``unusual``: a rank that says it had no usual step.
+    """
+
+    name: str
+    unusual: bool = False
+
+
 class Row(NamedTuple):
     """One rank's telemetry for one step: what its report has as it is, and what only ranks read.
 
     ``reported``: the first. ``times``: seconds of each phase. ``computed``, ``estimated`` and ``weights`` (of all that
     it submits; empty: as computed) are shares of each stage, relative to the rank's own weight. ``stage_s``: when each
     stage was complete, and ``microbatch_s``: each micro-batch. ``ways``: to peers, as it measured them last, at most
-    ``MAX_WAYS``. Each field that is one number has a slot; marks are integers of 48 bits, which go as two numbers,
-    exact in float32.
+    ``MAX_WAYS``. ``of_wings``: what optional parts say. Each field that is one number has a slot; marks are integers of
+    48 bits, which go as two numbers, exact in float32.
     """
 
     times: Mapping[Phase, float]
@@ -106,6 +117,7 @@ class Row(NamedTuple):
     microbatch_s: tuple[float, ...] = ()
     ways: tuple[Way, ...] = ()
     scalars: Mapping[str, float] = MappingProxyType({})
+    of_wings: Mapping[Column, float] = MappingProxyType({})
     merge_s: float = 0.0  # from the end of its own work in the step before to the end of its merge
     num_microbatches: int = 1
     cause: int = -1  # an index into `CAUSES`
@@ -116,26 +128,22 @@ class Row(NamedTuple):
     frozen: int = UNDECIDED  # a number for the merged parameters that need no gradient
     replans: bool = False  # it has other parameters, and reports only that
     without_store: bool = False  # the job's store did not answer it
-    admits: bool = False  # it lets others in after this step
-    leaves: int = 0  # it is to leave after this step, if so many others are left; 0: it stays
-    pool_parts: int = 0  # as `StepReport` has it, which takes the largest of all ranks,
-    pool_weight: float = 0.0  # and this
-    pool_attempts: int = 0  # and this; 0: what is lost of the pool is not computed again
     counts_behind: int = 0  # as `StepReport` has it
     skipped_before: bool = False  # so many steps before, no rank had a gradient that could be applied
     gathers: bool = False  # its loop begins collectives of its own in its steps
-    probed: int = 0  # a rank that is out, and of which it has heard what its own work takes, plus 1;
-    probe_number: float = 0.0  # and which time its own work this was, and its seconds
-    probe_s: float = 0.0
     joins_over: int = 0  # the loops over `join` for which it has no more data after this step
     fingerprint: int = NO_FINGERPRINT  # of what it holds
     state: int = UNFINISHED  # the mark of what its forward pass changed beside gradients (`state/exchange.py`)
 
-    def encode(self) -> Tensor:
-        """The row as a tensor of `row_length` elements."""
-        return torch.frombuffer(self.numbers(), dtype=torch.float32)
+    def telling(self, own: Mapping[Column, float]) -> Row:
+        """The row with these numbers of an optional part."""
+        return self._replace(of_wings={**self.of_wings, **own})
 
-    def numbers(self) -> array[float]:
+    def encode(self, columns: Columns | None = None) -> Tensor:
+        """The row as a tensor of ``columns.row_length`` elements; without ``columns`` it has the core's numbers."""
+        return torch.frombuffer(self.numbers(columns), dtype=torch.float32)
+
+    def numbers(self, columns: Columns | None = None) -> array[float]:
         """The same as plain memory."""
         fixed = [*map(self.times.__getitem__, PHASES), *_reported(self.reported), *_plain(self)]
         for mark in (self.fingerprint, self.state):
@@ -143,6 +151,9 @@ class Row(NamedTuple):
         fixed.append(self.is_unusual)
         numbers = array("f", fixed)
         numbers += _numbers_of(self.ways) if self.ways else _NO_WAYS
+        of_wings = () if columns is None else columns.of_wings
+        assert self.of_wings.keys() <= set(of_wings) if self.of_wings else True
+        numbers.fromlist([self.of_wings.get(column, 0.0) for column in of_wings])
         numbers.fromlist([*self.computed, *self.estimated, *self.stage_s, *(self.weights or self.computed)])
         ends = self.microbatch_s if self.num_microbatches <= MICROBATCH_SLOTS else self._shared_slots()
         numbers.fromlist([*ends])
@@ -161,10 +172,11 @@ class Row(NamedTuple):
             or self.stepped != 1
             or self.cause >= 0
             or (reported.late or reported.stood_in or reported.idle or reported.absent)
-            or (self.failed or self.replans or self.without_store or self.admits or self.leaves > 0)
+            or (self.failed or self.replans or self.without_store)
             or (self.kept != NONE or self.frozen != NONE)
             or self.skipped_before
-            or (self.fingerprint >= 0 or self.pool_parts > 0 or self.cost == self.cost)
+            or (self.fingerprint >= 0 or self.cost == self.cost)
+            or any(column.unusual and value for column, value in self.of_wings.items())
         )
 
     def _shared_slots(self) -> list[float]:
@@ -180,7 +192,7 @@ _REPORTED = tuple(own.name for own in numbers_of(RankNumbers))
 _ONE_NUMBER = [name for name, kind in get_type_hints(Row).items() if kind in (bool, int, float)]
 _PLAIN = tuple(name for name in _ONE_NUMBER if name not in _MARKS)
 _reported, _plain = attrgetter(*_REPORTED), attrgetter(*_PLAIN)
-# the slots of a row, in their order, as `Row.numbers` writes them; those of stages, ends and scalars follow
+# the core's slots of a row, in their order, as `Row.numbers` writes them; those of wings, stages and others follow
 _HALVES = tuple(f"{mark}_{half}" for mark in _MARKS for half in ("high", "low"))
 FIELDS = (*TIMES, *_REPORTED, *_PLAIN, *_HALVES, "unusual", *WAYS)
 COLUMN = {name: column for column, name in enumerate(FIELDS)}
@@ -220,14 +232,36 @@ class StageColumns(NamedTuple):
     weights: slice
 
 
+class Columns:
+    """Where the rows of one model have their numbers, on all ranks alike: those of the core, then those ``of_wings``.
+
+    ``place``: of each number that does not belong to a stage, by its name.
+    """
+
+    def __init__(self, of_wings: Iterable[Column] = ()) -> None:
+        self.of_wings = tuple(of_wings)
+        self.place = {**COLUMN}
+        for column in self.of_wings:
+            self.place[column.name] = len(self.place)
+
+    def of_stages(self, num_stages: int) -> StageColumns:
+        """Those of rows with so many stages."""
+        return _stage_columns(len(self.place), num_stages)
+
+    def row_length(self, num_stages: int) -> int:
+        """Elements of an encoded row."""
+        return len(self.place) + _PER_STAGE * num_stages + MICROBATCH_SLOTS + 2 * MAX_SCALARS
+
+
+OF_THE_CORE = Columns()
+
+
 @lru_cache(maxsize=64)
-def stage_columns(num_stages: int) -> StageColumns:
-    """Those of rows with so many stages."""
-    first = len(FIELDS)
+def _stage_columns(first: int, num_stages: int) -> StageColumns:
     return StageColumns(*(slice(first + k * num_stages, first + (k + 1) * num_stages) for k in range(_PER_STAGE)))
 
 
-def absent_row(num_stages: int) -> Tensor:
+def absent_row(num_stages: int, columns: Columns = OF_THE_CORE) -> Tensor:
     """The row of a rank that takes no part; the others write it."""
     nothing = (0.0,) * num_stages
     row = Row(
@@ -238,12 +272,7 @@ def absent_row(num_stages: int) -> Tensor:
         estimated=nothing,
         stage_s=(math.nan,) * num_stages,
     )
-    return row.encode()
-
-
-def row_length(num_stages: int) -> int:
-    """Elements of an encoded row."""
-    return len(FIELDS) + _PER_STAGE * num_stages + MICROBATCH_SLOTS + 2 * MAX_SCALARS
+    return row.encode(columns)
 
 
 def microbatch_slot(microbatch: int, num_microbatches: int) -> int:

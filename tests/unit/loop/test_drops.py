@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from telemetry_rows import row_of
+from telemetry_rows import ALL_COLUMNS, row_of
 from torch import nn
 
 from straggle import Merge
@@ -37,7 +37,7 @@ def late(cause="backward", **fields):
 
 
 def merged(number, *rows, **fields):
-    table = Table(torch.stack([row.encode() for row in rows]), len(PLAN.stages))
+    table = Table(torch.stack([row.encode(ALL_COLUMNS) for row in rows]), len(PLAN.stages), ALL_COLUMNS)
     record = StepRecord(number, STEP_S, STEP_S, PLAN, table, ScalarNames({}), **fields)
     return SimpleNamespace(step=number, record=record)
 

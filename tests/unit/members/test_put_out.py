@@ -10,6 +10,7 @@ import pytest
 from straggle.members.put_out import PutOut
 from straggle.members.state_wire import decode, encode
 from straggle.members.view import Elastic, Leaving, View
+from straggle.merge.rows.telemetry import Column
 from straggle.policies.rank_links import RankLink
 
 FAST, NARROW = RankLink(0.0002, 20e6, 20e6), RankLink(0.0002, 1e6, 1e6)
@@ -47,6 +48,9 @@ class Merged:
 
     def column(self, name: str) -> tuple[float, ...]:
         return self._columns.get(name, (0.0,) * 4)
+
+    def told(self, column: Column) -> tuple[float, ...]:
+        return self.column(column.name)
 
     def weight(self) -> list[float]:
         return [1.0] * 4

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from telemetry_rows import row_of
+from telemetry_rows import ALL_COLUMNS, row_of
 from training import mlp
 
 from straggle.backward.stages import plan_stages
@@ -25,10 +25,10 @@ def weights(merged, pool_weight=0.0, nonfinite=0):
     """Those of the stages, of which so much was ``merged`` in each; ``nonfinite``: gradients of the second rank."""
     alike = {"computed": (1.0,) * NUM_STAGES, "estimated": (0.0,) * NUM_STAGES, "stage_s": (math.nan,) * NUM_STAGES}
     pool = {"pool_parts": int(pool_weight), "pool_weight": pool_weight}
-    rows = [row_of(compute_s=0.1, busy_s=0.1, weight=own, **alike, **pool).encode() for own in (*WEIGHTS, 0.0)]
-    rows = torch.stack(rows)
+    rows = [row_of(compute_s=0.1, busy_s=0.1, weight=own, **alike, **pool) for own in (*WEIGHTS, 0.0)]
+    rows = torch.stack([row.encode(ALL_COLUMNS) for row in rows])
     rows[1, NONFINITE] = nonfinite
-    table = Table(rows, NUM_STAGES)
+    table = Table(rows, NUM_STAGES, ALL_COLUMNS)
     if pool_weight:
         share_out(table)
     record = StepRecord(0, 0.1, math.inf, PLAN, table, ScalarNames({}), merged_weights=merged)

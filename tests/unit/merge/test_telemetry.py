@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from telemetry_rows import row_of
+from telemetry_rows import ALL_COLUMNS, row_of
 
 from straggle.backward.clocks import Stopwatch
-from straggle.links.job_pings import merged_step
+from straggle.links.job_pings import JobPings, merged_step
 from straggle.members.rows import is_last, leaving_ranks
-from straggle.merge.late.sides import TrainingSide
 from straggle.merge.rows.table import Table
 from straggle.merge.rows.telemetry import MAX_WAYS, UNCHANGED, absent_row
 from straggle.policies.merge_time import Link
@@ -39,10 +40,16 @@ def test_links_come_from_the_rows_of_all_ranks() -> None:
 
 
 def test_a_way_ages_from_when_it_was_measured() -> None:
-    training = TrainingSide(Stopwatch(lambda: 100.0))
-    assert training.ways(100.0) == ()
-    training.measured = ((98.0, Way(0, 1, Link(0.25, 64.0))),)
-    assert training.ways(100.5) == (Way(0, 1, Link(0.25, 64.0), 2.5),)
+    channel: Any = SimpleNamespace(rank=0, world_size=2, store=None)
+    rank: Any = SimpleNamespace(
+        channel=channel, merging=SimpleNamespace(on_its_way=None), stopwatch=Stopwatch(lambda: 100.5)
+    )
+    pings = JobPings(rank, merged_bytes=1, begins=False, out=frozenset, on_long=None)
+    current: Any = None
+    row = row_of()
+    assert pings.submit(current, row) is row
+    pings.measure(((98.0, Way(0, 1, Link(0.25, 64.0))),))
+    assert pings.submit(current, row).ways == (Way(0, 1, Link(0.25, 64.0), 2.5),)
 
 
 @pytest.mark.parametrize(
@@ -73,10 +80,27 @@ USUAL = {"stepped": 1.0, "kept": NONE, "frozen": NONE, "state": UNCHANGED, "comp
     ids=str,
 )
 def test_a_step_is_usual_only_if_no_row_tells_anything_else(unusual: dict[str, float]) -> None:
-    rows = [row_of(**USUAL).encode(), row_of(**USUAL).encode()]
-    assert Table(torch.stack(rows), 0).is_usual
-    rows[1] = row_of(**{**USUAL, **unusual}).encode()
-    assert not Table(torch.stack(rows), 0).is_usual
+    rows = [row_of(**USUAL).encode(ALL_COLUMNS), row_of(**USUAL).encode(ALL_COLUMNS)]
+    assert Table(torch.stack(rows), 0, ALL_COLUMNS).is_usual
+    rows[1] = row_of(**{**USUAL, **unusual}).encode(ALL_COLUMNS)
+    assert not Table(torch.stack(rows), 0, ALL_COLUMNS).is_usual
+
+
+def test_numbers_of_wings_are_where_their_columns_say_and_zeros_in_a_job_without_that_wing() -> None:
+    said: dict[str, float] = {column.name: number + 1.0 for number, column in enumerate(ALL_COLUMNS.of_wings)}
+    rows = [row_of(**USUAL, computed=(0.5,), stage_s=(0.25,), estimated=(0.0,), **own) for own in ({}, said)]
+    table = Table(torch.stack([row.encode(ALL_COLUMNS) for row in rows]), 1, ALL_COLUMNS)
+    assert {column.name: table.told(column)[1] for column in ALL_COLUMNS.of_wings} == said
+    assert all(table.told(column)[0] == 0.0 for column in ALL_COLUMNS.of_wings)
+    assert table.rows[:, table.of_stages.computed].tolist() == [[0.5], [0.5]]
+    without = Table(rows[0].encode().unsqueeze(0), 1)
+    assert {without.told(column) for column in ALL_COLUMNS.of_wings} == {(0.0,)}
+    assert without.rows[:, without.of_stages.computed].tolist() == [[0.5]]
+
+
+def test_row_that_says_what_no_column_is_there_for_is_refused() -> None:
+    with pytest.raises(AssertionError):
+        row_of(leaves=1).encode()
 
 
 @pytest.mark.parametrize(
@@ -96,5 +120,5 @@ def test_a_step_is_usual_only_if_no_row_tells_anything_else(unusual: dict[str, f
 def test_ranks_that_are_to_end_leave_if_the_others_go_on_without_them_and_otherwise_all_end(
     rows: list[dict[str, float]], leaving: set[int], ends: bool
 ) -> None:
-    table = Table(torch.stack([row_of(**{**USUAL, **own}).encode() for own in rows]), 0)
+    table = Table(torch.stack([row_of(**{**USUAL, **own}).encode(ALL_COLUMNS) for own in rows]), 0, ALL_COLUMNS)
     assert (leaving_ranks(table), is_last(table)) == (frozenset(leaving), ends)

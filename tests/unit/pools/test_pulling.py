@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from telemetry_rows import row_of
+from telemetry_rows import ALL_COLUMNS, row_of
 
 from straggle import FixedDeadline, LateHandling
 from straggle.merge.late.current_deadline import CurrentDeadline
@@ -15,7 +15,8 @@ from straggle.pools.pulling import Pulling
 
 def after(*rows):
     """The table of a step with these rows and no stages, and the deadline of a rank that has read them."""
-    table = Table(torch.stack([row_of(compute_s=1.0, busy_s=1.0, **row).encode() for row in rows]), 0)
+    encoded = [row_of(compute_s=1.0, busy_s=1.0, **row).encode(ALL_COLUMNS) for row in rows]
+    table = Table(torch.stack(encoded), 0, ALL_COLUMNS)
     deadline = CurrentDeadline(FixedDeadline(2.0), LateHandling(), len(rows))
     channel = SimpleNamespace(rank=0, world_size=len(rows))
     rank = SimpleNamespace(channel=channel, deadline=deadline, replica=Replica.of_one_rank(channel))
