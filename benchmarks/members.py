@@ -33,6 +33,7 @@ def arguments():
     options.add_argument("--quick", action="store_true", help="two turns of each")
     options.add_argument("--how", nargs="+", choices=members_faults.HOW, default=members_faults.HOW, help="in turns")
     options.add_argument("--preload", action="store_true", help="workers are forked, and need not load torch")
+    options.add_argument("--spares", type=int, default=0, help="processes that take the place of one that was killed")
     for_ranks = kinds.add_parser("faults-rank")
     for_ranks.add_argument("--folder", type=Path)
     for_ranks.add_argument("--pin", action="store_true")

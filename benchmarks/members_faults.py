@@ -78,13 +78,13 @@ def faults(given):
     words = ["--sleep-s", str(given.sleep_s), "--width", str(given.width), "--ballast-mb", str(given.ballast_mb)]
     if given.ranks <= len(os.sched_getaffinity(0)):  # each has a core of its own
         words.append("--pin")
-    job = Job(given.ranks, script, "faults-rank", *words, preload=given.preload)
+    job = Job(given.ranks, script, "faults-rank", *words, preload=given.preload, spares=given.spares)
     found = {how: [] for how in HOW}
     try:
         _wait_for(job, USUAL_STEPS)
         for turn in range(2 * len(given.how) if given.quick else given.turns):
             how, rank = given.how[turn % len(given.how)], 1 + turn % (given.ranks - 1)
-            found[how].append(_turn(job, rank, how))
+            found[how].append(_turn(job, rank, how, given.spares))
         job.end_at(job.lines(0)[-1][1] + 40)
         status, hashes = job.wait(), set(job.hashes().values())
         if status:
@@ -126,13 +126,15 @@ def _seconds_to_end(pid, at):
     return time.time() - at
 
 
-def _turn(job, rank, how):
+def _turn(job, rank, how, spares):
     """The durations of rank 0's steps in each phase.
 
     "back": from when the rank was killed, or was let go on, to the end of the first step to which it has given.
     """
     begun = job.lines(0)[-1][1]
     _wait_for(job, begun + USUAL_STEPS)
+    while spares and not job.spare_is_ready():
+        time.sleep(0.1)
     hit = job.lines(0)[-1][1]
     at = time.time()
     pid = job.pid(rank)

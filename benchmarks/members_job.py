@@ -17,13 +17,14 @@ class Job:
     from a process that has (``preload``).
     """
 
-    def __init__(self, ranks, script, *arguments, end=None, preload=False, replica_size=1):
+    def __init__(self, ranks, script, *arguments, end=None, preload=False, spares=0, replica_size=1):
         self.ranks = ranks
         self._folder = tempfile.TemporaryDirectory()
         self.folder = Path(self._folder.name)
         command = [sys.executable, "-m", "straggle", "launch", "--nproc-per-node", str(ranks), "--run-dir"]
         command += [str(self.folder), "--restart-delay-s", "0", "--max-restarts", "100000"]
         command += ["--preload", "torch,straggle"] if preload else []
+        command += ["--spares", str(spares)] if spares else []
         command += ["--replica-size", str(replica_size)]
         command += ["--log-dir", str(self.folder / "logs"), script, *arguments, "--folder", str(self.folder)]
         if end is not None:
@@ -67,6 +68,10 @@ class Job:
     def words(self):
         """What the launcher said."""
         return (self.folder / "words").read_text()
+
+    def spare_is_ready(self):
+        """Whether one more has been ready than has taken a place."""
+        return self.words().count("a spare is ready") > self.words().count("a spare takes its place")
 
     def logs(self):
         """What each rank's processes said, by name of the file."""

@@ -27,15 +27,18 @@ from straggle.commands.launching.launch_options import PIDS_DIR, arguments, port
 from straggle.commands.launching.launcher import Events, Launcher, next_event, serve_until_signal, signals_into
 from straggle.commands.launching.nodes import Nodes
 from straggle.commands.launching.restarting import RestartRules
+from straggle.commands.launching.spares import Node, Spares
 from straggle.commands.launching.stopped_process import SilentWorkers
 from straggle.commands.launching.store_host import LOOPBACK, StoreAddress, connect, no_answer, serve_store
 from straggle.commands.launching.together import Together
-from straggle.commands.launching.worker_process import ForkServer, Program, Starter, new_process
+from straggle.commands.launching.worker_process import ForkServer, Program, SpareStarter, Starter, new_process
 from straggle.members import agents
 from straggle.members.replica_mesh import REPLICA_SIZE
+from straggle.merge.wire import launcher_words
 from straggle.merge.wire.store import JobStore, StoreUnreachable
 
 OF_ONE_RANK = ("RANK", "LOCAL_RANK", "ROLE_RANK")  # of a node's workers; the rest of their environment is the same
+_COUNT = "TORCHELASTIC_RESTART_COUNT"  # but for this, which the agent adds
 _JOIN_POLL_S = 0.5
 _SAY_EVERY_S = 60.0
 
@@ -94,10 +97,11 @@ def worker_environment(job: LaunchedJob, local_rank: int, inherited: Mapping[str
     return {**{name: str(value) for name, value in unless_given.items()}, **inherited, **named, "STRAGGLE_ELASTIC": "1"}
 
 
-def launch(given: argparse.Namespace, start: Starter = new_process) -> int:
+def launch(given: argparse.Namespace, start: Starter = new_process, spare_start: SpareStarter | None = None) -> int:
     """Serve or find the store, and run the workers; returns the exit status.
 
-    ``start``: how a worker's process is started if no module is to be loaded before.
+    ``start``: how a worker's process is started if no module is to be loaded before; ``spare_start``: a spare's, by
+    default as a fork of an empty Python.
     """
     events: Events = SimpleQueue()
     with signals_into(events):
@@ -116,44 +120,58 @@ def launch(given: argparse.Namespace, start: Starter = new_process) -> int:
             watched=(f"{agents.PREFIX}/started/0",),
         )
         try:
-            return _run(given, endpoint, store, events, start, serves=hosts)
+            return _run(given, endpoint, store, events, start, spare_start, serves=hosts)
         finally:
             store.close()
 
 
-def main(start: Starter = new_process) -> int:
+def main(start: Starter = new_process, spare_start: SpareStarter | None = None) -> int:
     """The command; returns its exit status."""
     words = sys.argv[1:]
     try:
-        return _store_only(words) if words[:1] == ["--store-only"] else launch(arguments(words), start)
+        return _store_only(words) if words[:1] == ["--store-only"] else launch(arguments(words), start, spare_start)
     except OSError as error:
         say(str(error))
         return 2
 
 
 def _run(
-    given: argparse.Namespace, endpoint: StoreAddress, store: JobStore, events: Events, start: Starter, *, serves: bool
+    given: argparse.Namespace,
+    endpoint: StoreAddress,
+    store: JobStore,
+    events: Events,
+    start: Starter,
+    spare_start: SpareStarter | None,
+    *,
+    serves: bool,
 ) -> int:
     run_id = given.rdzv_id or (str(uuid.uuid4()) if given.nnodes == 1 else "none")  # as torchrun does
     job = LaunchedJob(
         given.nproc_per_node, given.nnodes, given.node_rank, endpoint, run_id, given.max_restarts, given.replica_size
     )
     environments = [worker_environment(job, rank, os.environ) for rank in range(job.nproc_per_node)]
+    of_all = {name: value for name, value in environments[0].items() if name not in OF_ONE_RANK}
     with contextlib.ExitStack() as stack:
-        starter = start
-        if given.preload:
-            of_all = {name: value for name, value in environments[0].items() if name not in OF_ONE_RANK}
-            starter = server = stack.enter_context(contextlib.closing(ForkServer(given.preload, of_all)))
+        starter, forks = start, spare_start
+        if given.preload or (given.spares and forks is None):
+            forks = server = stack.enter_context(contextlib.closing(ForkServer(given.preload, of_all)))
             while not server.wait_ready(_JOIN_POLL_S):
                 if isinstance(event := next_event(events, 0.0), signal.Signals):
                     return 128 + event
+            starter = server if given.preload else start
         program = Program(given.script, tuple(given.arguments), given.module)
         log_dir, pids_dir = _new_log_folder(given), _folder(_pids_dir(given))
+        rules, spares = RestartRules(given.max_restarts, given.restart_delay_s), None
+        if given.spares and forks is not None:
+            node = Node(program, of_all, (*OF_ONE_RANK, _COUNT), forks, log_dir)
+            spares = stack.enter_context(
+                contextlib.closing(Spares(given.spares, node, rules, say, partial(_why_no_spare, store)))
+            )
+            spares.start()
         workers = [
-            Worker(int(environment["RANK"]), program, environment, starter, log_dir, pids_dir)
+            Worker(int(environment["RANK"]), program, environment, starter, log_dir, pids_dir, spares)
             for environment in environments
         ]
-        rules = RestartRules(given.max_restarts, given.restart_delay_s)
         replicas = [Together(given.grace_s) for _ in range(0, len(workers), given.replica_size)]
         started = [
             Agent(worker, rules, store, world_size=job.world_size, ended=events, together=replica)
@@ -169,6 +187,14 @@ def _run(
             before_stop=partial(_post_all_told, store) if serves or job.num_nodes == 1 else lambda: None,
         )
         return launcher.run(serves=serves)
+
+
+def _why_no_spare(store: JobStore) -> str:
+    """Why a spare could never take a place in this job; nothing while it could."""
+    with contextlib.suppress(StoreUnreachable):
+        if store.ask(launcher_words.needs_all):
+            return "this job trains with all of its ranks or not at all, so there are none: write members=Elastic()"
+    return ""
 
 
 def _post_all_told(store: JobStore) -> None:

@@ -105,6 +105,12 @@ ELSEWHERE = {
     "so --nproc-per-node must be a multiple of it": (
         "tests/unit/commands/test_launch_options.py::test_replica_that_would_be_on_two_nodes_is_refused"
     ),
+    "are started again together, so it must be a multiple of --replica-size": (
+        "tests/commands/test_spares.py::test_spares_that_cannot_be_are_refused"
+    ),
+    "so there are none: write members=Elastic()": (
+        "tests/commands/test_spares.py::test_job_that_trains_with_all_ranks_or_none_has_no_spare"
+    ),
     "no checkpoint in {}: start without resume=true first": (
         "tests/ranks/test_checkpoint.py::test_loading_what_is_not_there_is_refused"
     ),

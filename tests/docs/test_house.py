@@ -180,7 +180,7 @@ def test_name_that_the_package_has_not_is_an_error_with_the_name() -> None:
 BUDGET = {
     "advise": 1860,
     "backward": 2320,
-    "commands": 4730,
+    "commands": 5180,
     "data": 1600,
     "integrations": 1020,
     "lab": 5080,

@@ -71,7 +71,7 @@ def launch_loaded(*words: str) -> int:
     theirs.close()
     sys.argv = ["straggle", *words]
     try:
-        return launch.main(partial(fork_from, control))
+        return launch.main(partial(fork_from, control), partial(fork_from, control))
     finally:
         control.close()
         os.waitpid(server, 0)
@@ -88,7 +88,7 @@ def _serve(control: socket.socket, launcher: int) -> NoReturn:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         sys.path.insert(0, "")  # the program's own place takes that of the server's
         gc.freeze()
-        fork_server.run(own)
+        fork_server.run(*own)
     except SystemExit as end:
         status = end.code or 0
     except BaseException:

@@ -13,10 +13,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import IO, Any
+from typing import Any
 
 from straggle.commands import durable
-from straggle.commands.launching.restarting import RestartRules, StaysDown, failed_again, job_ends, next_start
+from straggle.commands.launching.restarting import (
+    RestartRules,
+    StartAgain,
+    StaysDown,
+    failed_again,
+    job_ends,
+    next_start,
+)
+from straggle.commands.launching.spares import Spares
 from straggle.commands.launching.together import Together
 from straggle.commands.launching.worker_process import Process, Program, ServerEnded, Starter, new_process
 from straggle.members import agents
@@ -37,7 +45,10 @@ def say(words: str) -> None:
 
 @dataclass(frozen=True)
 class Worker:
-    """A rank's program and environment, how it is started, and the folders for its output and its process id."""
+    """A rank's program and environment, how it is started, and the folders for its output and its process id.
+
+    ``spares``: those of its node, one of which takes the place of a process that has died.
+    """
 
     rank: int
     program: Program
@@ -45,6 +56,7 @@ class Worker:
     starter: Starter = new_process
     log_dir: Path | None = None
     pids_dir: Path | None = None
+    spares: Spares | None = None
 
 
 class Agent:
@@ -124,11 +136,12 @@ class Agent:
                 return self._stays_down(then.why)
             if over := self._ask(self._over):
                 return self._stays_down(over)
+            delay_s = self._delay_s(then)
             say(
-                f"rank {self.rank} ended {own}; started again in {then.delay_s:g} s "
+                f"rank {self.rank} ended {own}; started again in {delay_s:g} s "
                 f"(restart {then.restarts} of {self._rules.max_restarts})"
             )
-            if self._stopping.wait(then.delay_s):
+            if self._stopping.wait(delay_s):
                 break
             if failed_again(self._ask(self._last_of_all) or [None]):
                 return self._stays_down("all ranks have failed again in the same way")
@@ -136,6 +149,11 @@ class Agent:
                 return self._stays_down(over)
             count, restarts = max(count + 1, self._ask(self._meeting_count) or 0), then.restarts
         return "the launcher was stopped"
+
+    def _delay_s(self, then: StartAgain) -> float:
+        """None for a spare; but a worker that dies again and again is started as rarely as without."""
+        spares = self._worker.spares
+        return 0.0 if then.restarts == 1 and spares is not None and spares.are_there else then.delay_s
 
     def _stays_down(self, why: str) -> str:
         words = f"rank {self.rank} ended {self.exited}, and is not started again: {why or 'it has done its work'}"
@@ -190,32 +208,35 @@ class Agent:
         return exited
 
     def _start(self, count: int) -> Process | None:
-        worker = self._worker
-        environment = {**worker.environment, "TORCHELASTIC_RESTART_COUNT": str(count)}
-        with contextlib.ExitStack() as stack:
-            output = None
-            if worker.log_dir is not None:
-                output = stack.enter_context(self._log_file(worker.log_dir, count))
-            stack.enter_context(self._lock)
+        environment = {**self._worker.environment, "TORCHELASTIC_RESTART_COUNT": str(count)}
+        log = None if self._worker.log_dir is None else self._log(self._worker.log_dir, count)
+        with self._lock:
             if self._stopping.is_set():
                 return None
-            try:
-                self._process = worker.starter(worker.program, environment, output)
-            except ServerEnded as error:
-                say(f"rank {self.rank}: {error}; a new process loads everything itself")
-                self._process = new_process(worker.program, environment, output)
+            spare = self._worker.spares.take() if self._worker.spares is not None and self.exited is not None else None
+            self._process = self._new(environment, log) if spare is None else spare.becomes(environment, log)
             self._runs = True
+        if spare is not None:
+            say(f"rank {self.rank}: a spare takes its place{'' if spare.is_ready else ', which has yet to load'}")
         self._write_pid(self._process.pid)
         return self._process
 
-    def _log_file(self, folder: Path, count: int) -> IO[bytes]:
-        """A start's own file; only the last `_KEPT_LOGS` are kept, or a worker that often dies fills the disk.
+    def _new(self, environment: Mapping[str, str], log: Path | None) -> Process:
+        """A new process; what it writes is appended, so that a log that is truncated (copytruncate) begins anew."""
+        worker = self._worker
+        with contextlib.ExitStack() as stack:
+            output = None if log is None else stack.enter_context(log.open("ab"))
+            try:
+                return worker.starter(worker.program, environment, output)
+            except ServerEnded as error:
+                say(f"rank {self.rank}: {error}; a new process loads everything itself")
+                return new_process(worker.program, environment, output)
 
-        What is written is appended, so that a file that is truncated (logrotate's copytruncate) begins anew.
-        """
+    def _log(self, folder: Path, count: int) -> Path:
+        """A start's own file; only the last `_KEPT_LOGS` are kept, or a worker that often dies fills the disk."""
         with contextlib.suppress(OSError):
             (folder / f"rank{self.rank}.start{count - _KEPT_LOGS}.log").unlink(missing_ok=True)
-        return (folder / f"rank{self.rank}.start{count}.log").open("ab")
+        return folder / f"rank{self.rank}.start{count}.log"
 
     def _write_pid(self, pid: int) -> None:
         if self._worker.pids_dir is not None:

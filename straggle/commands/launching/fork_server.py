@@ -1,10 +1,13 @@
-"""A process that has modules loaded, and that workers are forked from: `straggle launch --preload`.
+"""A process that workers and spares are forked from, and that may have modules loaded: `straggle launch --preload`.
 
 ``fork_server.py FD MODULE ...``. It is run as a file, so that it loads no module but these and a few of Python's own,
-and it never has a thread. On the socket FD it says ``ready``, or why it cannot be. Each message from there brings two
-sockets' worth of descriptors, and a worker is forked for each: its own socket and, if wanted, the file for its output.
-On its own socket a worker finds what it is to run, as JSON; the server writes its process id there, and its exit status
-once it has ended.
+and it never has a thread. On the socket FD it says ``ready``, or why it cannot be. Each message from there brings
+descriptors, and a process is forked for each: its own socket, for a spare the one by which it is given a rank, and, if
+wanted, the file for its output. On its own socket a process finds what it is to run, as JSON; the server writes its
+process id there, and its exit status once it has ended.
+
+A spare runs the program, too, until that asks for what only one rank has, such as RANK. Up to there all ranks do the
+same. What it asks for is waited for, so it is right whoever asks, and when.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import io
 import json
 import os
 import runpy
+import select
 import selectors
 import signal
 import socket
@@ -29,6 +33,8 @@ from collections.abc import Sequence
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
+_LONGEST = 65536  # bytes of a rank's own environment
+WORKER, SPARE = b"w", b"s"  # what is to be forked
 
 
 class CannotFork(Exception):
@@ -59,8 +65,11 @@ def preload(modules: Sequence[str]) -> None:
             raise CannotFork("a module uses a CUDA device as it is loaded, which no fork can: leave it to the workers")
 
 
-def serve(control: socket.socket) -> socket.socket:
-    """Fork a worker for each message, until the launcher has gone. Returns in each worker, with its own socket."""
+def serve(control: socket.socket) -> tuple[socket.socket, socket.socket | None]:
+    """Fork a process for each message, until the launcher has gone.
+
+    Returns in each of them, with its own socket and, in a spare, the one by which it is given a rank.
+    """
     server = os.getpid()
     selector = selectors.DefaultSelector()
     selector.register(control, selectors.EVENT_READ)
@@ -69,16 +78,17 @@ def serve(control: socket.socket) -> socket.socket:
             if key.data is not None:
                 _report_end(selector, key)
                 continue
-            _, descriptors, _, _ = socket.recv_fds(control, 1, 2)
+            kind, descriptors, _, _ = socket.recv_fds(control, 1, 3)
             if not descriptors:
                 raise SystemExit(0)
-            own, output = socket.socket(fileno=descriptors[0]), descriptors[1:]
+            own, others = socket.socket(fileno=descriptors[0]), descriptors[1:]
             pid = _fork()
             if pid == 0:
                 _leave_server(control, selector, server)
-                _redirect(output)
-                return own
-            for descriptor in output:
+                gives = socket.socket(fileno=others.pop(0)) if kind == SPARE else None
+                _redirect(others)
+                return own, gives
+            for descriptor in others:
                 os.close(descriptor)
             if pid is None:
                 own.close()
@@ -87,12 +97,17 @@ def serve(control: socket.socket) -> socket.socket:
                 selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, own))
 
 
-def run(own: socket.socket) -> None:
-    """Become the worker: its environment, arguments and program, as if a new process had begun with them."""
+def run(own: socket.socket, gives: socket.socket | None = None) -> None:
+    """Become the worker: its environment, arguments and program, as if a new process had begun with them.
+
+    ``gives``: of a spare, the socket by which it is given a rank.
+    """
     with own, own.makefile() as request:
         wanted = json.load(request)
     os.environ.clear()
     os.environ.update(wanted["environment"])
+    if gives is not None:
+        GivenLater.begin(gives, wanted["later"])
     program, sys.argv[1:] = wanted["program"], wanted["arguments"]
     sys.argv[0] = program
     if "numpy" in sys.modules:
@@ -107,6 +122,78 @@ def run(own: socket.socket) -> None:
     else:
         _look_first_in(os.path.dirname(os.path.realpath(program)))
         _run_file(program)
+
+
+class GivenLater(os._Environ):  # type: ignore[type-arg]
+    """`os.environ` of a spare: who asks for what only one rank has, waits until this process is given a rank.
+
+    It is the usual one again from then on. A process that is not needed ends where it waits, with status 0. Whoever
+    looks through all of it, as libraries do while they are loaded, finds what is there.
+    """
+
+    _gives: socket.socket
+    _later: frozenset[str]
+
+    @classmethod
+    def begin(cls, gives: socket.socket, later: Sequence[str]) -> None:
+        """Have `os.environ` wait for these names; whoever has it already has this one."""
+        gives.set_inheritable(False)
+        os.environ.__class__ = cls
+        os.environ._gives, os.environ._later = gives, frozenset(later)  # type: ignore[attr-defined]
+        os.register_at_fork(before=cls._await_if_spare)  # what is forked has all of the environment
+
+    @staticmethod
+    def _await_if_spare() -> None:
+        if isinstance(os.environ, GivenLater):
+            os.environ._await()
+
+    def _await(self) -> None:
+        """Say where, and wait. Nothing is taken away there: a signal's handler may ask meanwhile, or another thread."""
+        said = b""
+        with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError):  # the launcher may have said all that it has to say
+                self._gives.send(_asked_at().encode())
+            select.select([self._gives], [], [])  # which wakes all that wait, as `recv` does not
+            said = self._gives.recv(_LONGEST, socket.MSG_PEEK)
+        if not said:
+            raise SystemExit(0)
+        self.__class__ = os._Environ  # type: ignore[assignment]
+        os.environ.update(json.loads(said))
+
+    # not by `super()`: this is none of this class any more once it has waited
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._later:
+            self._await()
+        return os._Environ.__getitem__(self, name)
+
+    def __contains__(self, name: object) -> bool:
+        if name in self._later:
+            self._await()
+        return os._Environ.__contains__(self, name)
+
+    def __setitem__(self, name: str, value: str) -> None:
+        if name in self._later:
+            self._await()
+        os._Environ.__setitem__(self, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        if name in self._later:
+            self._await()
+        os._Environ.__delitem__(self, name)
+
+    def copy(self) -> dict[str, str]:
+        """All of it, for a process that is started with it."""
+        self._await()
+        return dict(self)
+
+
+def _asked_at() -> str:
+    """Where the program asks: its own innermost line, if it is in one."""
+    own = getattr(sys.modules["__main__"], "__file__", None)
+    stack = traceback.extract_stack()
+    places = [f"{os.path.basename(at.filename)}:{at.lineno}" for at in stack if at.filename == own]
+    return places[-1] if places else "a thread, or a module of its own"
 
 
 def _look_first_in(folder: str) -> None:
@@ -188,7 +275,7 @@ def main() -> None:
         control.send(b"ready")
         gc.collect()
         gc.freeze()  # what is there now is looked at by no worker's collector, which would copy its pages
-        run(serve(control))
+        run(*serve(control))
 
 
 if __name__ == "__main__":

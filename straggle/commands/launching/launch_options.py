@@ -72,6 +72,14 @@ def parser() -> argparse.ArgumentParser:
         metavar="MODULE,...",
         help="load these once, such as torch, and fork each worker from there",
     )
+    _add(
+        options,
+        "--spares",
+        type=_spares,
+        default=0,
+        metavar="N",
+        help="processes of this node that have loaded the script, and take the place of a worker that dies (0)",
+    )
     options.add_argument("-m", "--module", action="store_true", help="the script is a module, as with python -m")
     options.add_argument("script", help="what each worker runs, by this Python")
     options.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the script")
@@ -103,6 +111,13 @@ def arguments(words: Sequence[str], environment: Mapping[str, str] = os.environ)
         options.error(
             f"--replica-size {given.replica_size}: a replica is on one node, so --nproc-per-node must be a multiple of "
             f"it, and is {given.nproc_per_node}"
+        )
+    if given.spares > given.nproc_per_node:
+        options.error(f"--spares {given.spares}: more than the {given.nproc_per_node} workers of --nproc-per-node")
+    if given.spares % given.replica_size:
+        options.error(
+            f"--spares {given.spares}: the {given.replica_size} workers of a replica are started again together, so it "
+            "must be a multiple of --replica-size"
         )
     return given
 
@@ -170,6 +185,12 @@ def _count(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text}: must be an integer of at least 0")
     return int(text)
+
+
+def _spares(text: str) -> int:
+    if sys.platform != "linux":
+        raise argparse.ArgumentTypeError("needs Linux: leave it out")
+    return _count(text)
 
 
 def _modules(text: str) -> tuple[str, ...]:

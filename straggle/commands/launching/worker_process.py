@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
+from straggle.commands.launching.fork_server import SPARE, WORKER
+
 # Has the kernel kill the worker when its launcher dies, whatever it dies of. Only the process itself can ask for that.
 # It is a program that becomes the worker, and no preexec_fn: after a fork of a process with threads Python code may
 # hang, and the launcher with it. The launcher may have died already: then the worker has another parent.
@@ -66,12 +68,32 @@ class Process(Protocol):
     def kill(self) -> None:
         """End it (SIGKILL)."""
 
+    def send_signal(self, sig: int) -> None:
+        """Send it this signal, if it runs."""
+
 
 class Starter(Protocol):
     """A way to start a worker's process."""
 
     def __call__(self, program: Program, environment: Mapping[str, str], output: IO[bytes] | None) -> Process:
         """Start it, with the launcher's output if no file is given; raises ``OSError`` if it cannot be started."""
+
+
+@dataclass(frozen=True)
+class GivenLater:
+    """What a spare does not have yet: the variables of these names. It finds them on this socket, as JSON."""
+
+    names: tuple[str, ...]
+    gives: socket.socket
+
+
+class SpareStarter(Protocol):
+    """A way to start a process that is given its rank later."""
+
+    def __call__(
+        self, program: Program, environment: Mapping[str, str], output: IO[bytes] | None, later: GivenLater
+    ) -> Process:
+        """As a `Starter` does; ``environment`` has none of what is given later."""
 
 
 def new_process(program: Program, environment: Mapping[str, str], output: IO[bytes] | None) -> Process:
@@ -87,7 +109,7 @@ def new_process(program: Program, environment: Mapping[str, str], output: IO[byt
 
 
 class ForkServer:
-    """A ``Starter``: forks each worker from a process of the launcher's that has modules loaded.
+    """A ``Starter`` and ``SpareStarter``: forks each process from one of the launcher's that may have modules loaded.
 
     That takes milliseconds and no CPU, where loading torch takes seconds of it. The workers of a node share the memory
     of what is loaded. All of them die with the server, which itself dies with the launcher. Linux only.
@@ -95,7 +117,7 @@ class ForkServer:
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
         """``environment``: of the workers; what a module reads as it is loaded is the same in all."""
-        self._modules = ",".join(modules)
+        self._option = f"--preload {','.join(modules)}" if modules else "--spares"
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             words = [sys.executable, "-u", "-c", _RUN_FILE, str(_SERVER), str(theirs.fileno()), *modules]
@@ -113,12 +135,18 @@ class ForkServer:
             return False
         said = self._control.recv(_LONGEST).decode()
         if said != "ready":
-            raise OSError(f"--preload {self._modules}: {said or 'the process that loads it has ended'}")
+            raise OSError(f"{self._option}: {said or 'the process that loads it has ended'}")
         return True
 
-    def __call__(self, program: Program, environment: Mapping[str, str], output: IO[bytes] | None) -> Process:
-        """Fork a worker; raises ``ServerEnded`` if the server cannot."""
-        return fork_from(self._control, program, environment, output)
+    def __call__(
+        self,
+        program: Program,
+        environment: Mapping[str, str],
+        output: IO[bytes] | None,
+        later: GivenLater | None = None,
+    ) -> Process:
+        """Fork a worker or a spare; raises ``ServerEnded`` if the server cannot."""
+        return fork_from(self._control, program, environment, output, later)
 
     def close(self) -> None:
         """End the server, whose workers have ended."""
@@ -128,16 +156,28 @@ class ForkServer:
 
 
 def fork_from(
-    control: socket.socket, program: Program, environment: Mapping[str, str], output: IO[bytes] | None
+    control: socket.socket,
+    program: Program,
+    environment: Mapping[str, str],
+    output: IO[bytes] | None,
+    later: GivenLater | None = None,
 ) -> Process:
-    """A worker that the server at the other end of this socket forks; raises ``ServerEnded`` if it cannot."""
+    """What the server at the other end of this socket forks; raises ``ServerEnded`` if it cannot.
+
+    ``later``: it is a spare, which is given its rank later.
+    """
     own, theirs = socket.socketpair()
+    files: list[socket.socket | IO[bytes]] = [
+        theirs,
+        *([] if later is None else [later.gives]),
+        *([] if output is None else [output]),
+    ]
+    wanted = {**asdict(program), "environment": dict(environment), "later": later.names if later else ()}
     with own:
         try:
             with theirs:
-                files = [theirs.fileno()] if output is None else [theirs.fileno(), output.fileno()]
-                socket.send_fds(control, [b"+"], files)
-            own.sendall(json.dumps({**asdict(program), "environment": dict(environment)}).encode())
+                socket.send_fds(control, [WORKER if later is None else SPARE], [file.fileno() for file in files])
+            own.sendall(json.dumps(wanted).encode())
             own.shutdown(socket.SHUT_WR)
         except OSError as error:
             raise ServerEnded(_ENDED) from error
@@ -163,15 +203,15 @@ class _Forked:
         return int(said) if said else -signal.SIGKILL  # it died with the server
 
     def terminate(self) -> None:
-        self._signal(signal.SIGTERM)
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        self._signal(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
 
-    def _signal(self, number: signal.Signals) -> None:
+    def send_signal(self, sig: int) -> None:
         with self._lock, contextlib.suppress(ProcessLookupError):
             if self._runs:
-                os.kill(self.pid, number)
+                os.kill(self.pid, sig)
 
 
 def _dying_with_launcher() -> Sequence[str]:
