@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from straggle.members.view import Elastic
     from straggle.merge.options import Merge
     from straggle.merge.wire.channel import PeerFailed
-    from straggle.observe.watch import Watch, watch
+    from straggle.observe.watch.watch import Watch, watch
     from straggle.parallel import StagedDataParallel
     from straggle.policies.auto_deadline import AutoDeadline
     from straggle.policies.deadline import (
@@ -77,7 +77,7 @@ _PLACES = {
     "members.view": "Elastic",
     "merge.options": "Merge",
     "merge.wire.channel": "PeerFailed",
-    "observe.watch": "Watch watch",
+    "observe.watch.watch": "Watch watch",
     "parallel": "StagedDataParallel",
     "policies.auto_deadline": "AutoDeadline",
     "policies.deadline": "Deadline FirstK FixedDeadline LateHandling NextDeadline QuantileDeadline WaitForAll",

@@ -22,8 +22,8 @@ from straggle.advise.verdict import Choice, Verdict, goes_by_samples, verdict
 from straggle.advise.words import text_of
 from straggle.observe.findings import LITTLE
 from straggle.observe.findings import facts as sentences_of_run
-from straggle.observe.run import read_run
-from straggle.observe.run_numbers import RunNumbers, numbers_of
+from straggle.observe.numbers.run import read_run
+from straggle.observe.numbers.run_numbers import RunNumbers, numbers_of
 from straggle.policies.deadline import LateHandling
 from straggle.report import finite_or_none
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from straggle.advise.timings import Timings
-from straggle.observe.intervals import Interval, prediction_interval, span, steps_interval
-from straggle.observe.run import Array
+from straggle.observe.numbers.intervals import Interval, prediction_interval, span, steps_interval
+from straggle.observe.numbers.run import Array
 from straggle.policies.auto_deadline import AutoDeadline
 from straggle.policies.deadline import Deadline, FirstK, LateHandling, QuantileDeadline, WaitForAll
 from straggle.policies.simulated_ranks import GivenStep, SimulatedRanks

@@ -10,7 +10,7 @@ import numpy as np
 from straggle.advise.gain import Candidate, Gain, Replayed, gain_of, replay
 from straggle.advise.timings import Timings
 from straggle.data.shares import exact_shares
-from straggle.observe.run import Array
+from straggle.observe.numbers.run import Array
 from straggle.policies.deadline import LateHandling, WaitForAll
 from straggle.report import in_words
 

@@ -11,7 +11,7 @@ from straggle.advise.gain import WORTH_IT, Candidate, Gain, Replayed, gain_of, r
 from straggle.advise.list_schedule import Drawing
 from straggle.advise.slow import HELD_UP
 from straggle.advise.timings import Timings
-from straggle.observe.run import Array
+from straggle.observe.numbers.run import Array
 from straggle.policies.deadline import LateHandling, WaitForAll
 from straggle.pools.pool import WINDOW
 

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from straggle.advise.timings import Timings
-from straggle.observe.intervals import Interval, steps_interval
-from straggle.observe.run import Array
+from straggle.observe.numbers.intervals import Interval, steps_interval
+from straggle.observe.numbers.run import Array
 
 Positions: TypeAlias = NDArray[np.signedinteger[Any]]
 ATTRIBUTED = 0.8  # of the excess, that the named phases account for

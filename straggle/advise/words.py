@@ -13,8 +13,8 @@ from straggle.advise.slow import HELD_UP, MATTERS, UNUSUAL, Slowness, SlowRank
 from straggle.advise.timings import Timings
 from straggle.advise.verdict import Choice, Verdict
 from straggle.observe.findings import PLACES, ms
-from straggle.observe.intervals import LEVEL, Interval
-from straggle.observe.replicas import Replicas
+from straggle.observe.numbers.intervals import LEVEL, Interval
+from straggle.observe.numbers.replicas import Replicas
 from straggle.report import in_words, text_table
 
 WIDTH = 90  # of a line

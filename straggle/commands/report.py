@@ -46,8 +46,8 @@ def report(words: Sequence[str]) -> int:
     """Write the page, and print where it is."""
     given = arguments(words)
     from straggle.observe.findings import drawn
+    from straggle.observe.numbers.run_numbers import numbers_of
     from straggle.observe.page.page import FILE, read_runs, write_page  # needs an extra
-    from straggle.observe.run_numbers import numbers_of
 
     runs = read_runs(given["run_dir"], given["compare"])
     path = write_page(runs, given["steps"], given["path"] or given["run_dir"] / FILE)

@@ -18,8 +18,8 @@ from straggle.extras import remedy
 from straggle.lab.jobs import StagedJob
 from straggle.observe.console import print_table
 from straggle.observe.numbers.registry import NUMBERS
-from straggle.observe.replicas import Replicas
-from straggle.observe.summary import summarize
+from straggle.observe.numbers.replicas import Replicas
+from straggle.observe.numbers.summary import summarize
 from straggle.report import StepReport
 
 _LESS = 0.85  # of an equal share, or below: that is no noise

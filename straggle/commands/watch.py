@@ -25,8 +25,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from straggle.observe.watch import Watch, watch
-from straggle.observe.watch_file import watched_files
+from straggle.observe.watch.file import watched_files
+from straggle.observe.watch.watch import Watch, watch
 
 _USAGE = """\
 torchrun ... -m straggle watch [run_dir=DIR] SCRIPT ...

@@ -25,7 +25,7 @@ from straggle.integrations.options import Accumulation, LastLoss, take_options, 
 from straggle.merge.rows.step_record import StepRecord
 from straggle.merge.rows.telemetry import MAX_SCALARS
 from straggle.observe.scalars import log_scalars
-from straggle.observe.watch import Watch, watch
+from straggle.observe.watch.watch import Watch, watch
 from straggle.parallel import StagedDataParallel
 from straggle.policies.auto_deadline import AutoDeadline
 from straggle.step import Step

@@ -21,7 +21,7 @@ from straggle.extras import needs_extra
 from straggle.integrations.options import Accumulation, LastLoss, take_options, wrapped
 from straggle.merge.rows.step_record import StepRecord
 from straggle.observe.scalars import StepScalars
-from straggle.observe.watch import Watch, watch
+from straggle.observe.watch.watch import Watch, watch
 from straggle.parallel import StagedDataParallel
 from straggle.step import Step
 

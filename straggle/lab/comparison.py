@@ -10,7 +10,7 @@ from typing import Any
 
 from straggle.lab.interleaved import TimedJob, reference_losses, seconds_to, time_to_loss_ratio
 from straggle.observe.console import print_table
-from straggle.observe.intervals import Interval, ratio_interval
+from straggle.observe.numbers.intervals import Interval, ratio_interval
 from straggle.observe.numbers.registry import NUMBERS
 from straggle.schema import described
 

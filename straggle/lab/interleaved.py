@@ -11,7 +11,7 @@ from statistics import fmean, median, pstdev, quantiles
 import torch.distributed as dist
 
 from straggle.lab.jobs import Job
-from straggle.observe.intervals import Interval
+from straggle.observe.numbers.intervals import Interval
 from straggle.observe.warmup import num_warmup_steps
 from straggle.policies.ddp_time import DdpPrediction
 

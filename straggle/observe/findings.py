@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from straggle.links.network_event import TIMES
-from straggle.observe.link_spells import long_merges
-from straggle.observe.run import Run
-from straggle.observe.run_numbers import RankInRun, RunNumbers
+from straggle.observe.numbers.link_spells import long_merges
+from straggle.observe.numbers.run import Run
+from straggle.observe.numbers.run_numbers import RankInRun, RunNumbers
 from straggle.observe.stuck import stuck_sentences
 
 ALWAYS = 0.5  # a rank that is late in at least this share of its steps is persistently slow

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from statistics import fmean, median
 
-from straggle.observe.replicas import Replicas
+from straggle.observe.numbers.replicas import Replicas
 from straggle.policies.ddp_time import DdpStep
 from straggle.report import StepReport
 

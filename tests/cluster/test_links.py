@@ -14,8 +14,8 @@ from torch import nn
 from straggle import Elastic, JobDone, MembersReport
 from straggle.members.slow_members import AFTER_LOOKS
 from straggle.observe.findings import advise
-from straggle.observe.run import read_run
-from straggle.observe.run_numbers import numbers_of
+from straggle.observe.numbers.run import read_run
+from straggle.observe.numbers.run_numbers import numbers_of
 from straggle.observe.trace import TraceWriter
 
 NARROW = 1

@@ -29,7 +29,7 @@ from straggle.commands.launching.launch_options import arguments as launch_argum
 from straggle.commands.result import deeds, mean_shares
 from straggle.lab.build import build_faults
 from straggle.observe.console import LiveView
-from straggle.observe.replicas import Replicas
+from straggle.observe.numbers.replicas import Replicas
 from straggle.observe.trace import TraceWriter, read_trace
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

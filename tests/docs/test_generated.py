@@ -16,7 +16,7 @@ from repository import ROOT
 from straggle.commands.config import load
 from straggle.commands.config_schema import config_dir
 from straggle.lab import comparison
-from straggle.observe import summary
+from straggle.observe.numbers import summary
 
 GENERATE = runpy.run_path(str(ROOT / "docs" / "generate.py"))
 TEMPLATE = (ROOT / "docs" / "configuration.md.in").read_text()

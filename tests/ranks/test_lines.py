@@ -16,9 +16,9 @@ from training import TINY, features, mlp
 
 from straggle.observe.findings import advise
 from straggle.observe.lines import LineWriter
+from straggle.observe.numbers.run import read_run, read_steps
+from straggle.observe.numbers.run_numbers import numbers_of
 from straggle.observe.recording import DecisionWriter, read_recording
-from straggle.observe.run import read_run, read_steps
-from straggle.observe.run_numbers import numbers_of
 from straggle.observe.trace import TraceWriter, read_trace
 from straggle.replay.decision import Decision
 

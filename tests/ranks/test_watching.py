@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import features, grads, mlp
 
 import straggle
-from straggle.observe.pauses import PauseDetector
+from straggle.observe.watch.pauses import PauseDetector
 
 NUM_STEPS = 5
 

@@ -26,7 +26,8 @@ from straggle.lab.simulate import communication, delays, pulled, units
 from straggle.lab.workloads import digits, paced, synthetic, text, workload
 from straggle.members import state_wire
 from straggle.merge.wire.contents import bytes_of
-from straggle.observe import metrics_endpoint, run
+from straggle.observe import metrics_endpoint
+from straggle.observe.numbers import run
 from straggle.policies.cost import check_cost
 from straggle.policies.deadline import as_deadline
 from straggle.pools.pool import Pool

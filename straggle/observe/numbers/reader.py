@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from straggle.observe.trace import read_trace, whole_lines
-from straggle.observe.watch_file import FOLDER, watched_files
+from straggle.observe.watch.file import FOLDER, watched_files
 from straggle.report import PHASES, StepReport
 from straggle.schema import read
 

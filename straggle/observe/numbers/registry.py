@@ -11,8 +11,8 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from straggle.observe.run import Run
-from straggle.observe.run_numbers import RankInRun, RunNumbers
+from straggle.observe.numbers.run import Run
+from straggle.observe.numbers.run_numbers import RankInRun, RunNumbers
 from straggle.schema import described
 
 Unit: TypeAlias = Literal["seconds", "share", "index", "loss", "count", ""]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from straggle.observe.numbers.run import Array, Run
 from straggle.observe.page.series import MAX_POINTS
-from straggle.observe.run import Array, Run
 from straggle.report import CAUSES, PHASES
 
 MAX_ROWS = 96

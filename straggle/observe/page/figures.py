@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import plotly.graph_objects as go  # type: ignore[import-untyped]
 
+from straggle.observe.numbers.run import Array, Run
 from straggle.observe.page.cells import ABSENT, MAX_ROWS, cells_of
 from straggle.observe.page.series import MAX_POINTS, cumulative, mean_of_known, running_mean, thinned
-from straggle.observe.run import Array, Run
 from straggle.report import PHASES, RankReport, StepReport
 
 BLUE, VERMILLION = "#0072B2", "#D55E00"

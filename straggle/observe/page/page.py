@@ -21,11 +21,11 @@ from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
 from straggle.observe.findings import advise
 from straggle.observe.numbers.registry import NUMBERS, Unit
+from straggle.observe.numbers.replicas import Replicas
+from straggle.observe.numbers.run import Run, read_run, read_steps
+from straggle.observe.numbers.run_numbers import RankInRun, RunNumbers, numbers_of
 from straggle.observe.page import figures
 from straggle.observe.page.figures import Chart
-from straggle.observe.replicas import Replicas
-from straggle.observe.run import Run, read_run, read_steps
-from straggle.observe.run_numbers import RankInRun, RunNumbers, numbers_of
 from straggle.report import MembersReport
 
 FILE = "report.html"

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from straggle.observe.run import Array
+from straggle.observe.numbers.run import Array
 
 MAX_POINTS = 600  # of a line
 

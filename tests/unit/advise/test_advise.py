@@ -18,7 +18,7 @@ from straggle.advise.answer import answer, configured_late_handling
 from straggle.advise.gain import MISSED, best, candidates, gains, replay
 from straggle.advise.slow import change_points, find_slow_ranks, slowdown
 from straggle.advise.timings import read_timings
-from straggle.observe.intervals import prediction_interval, steps_interval
+from straggle.observe.numbers.intervals import prediction_interval, steps_interval
 from straggle.observe.trace import TraceWriter
 
 
@@ -323,9 +323,9 @@ def test_intervals_hold_their_value(tmp_path):
 
 
 def test_report_draws_a_watched_run(tmp_path):
+    from straggle.observe.numbers.run import read_run, read_steps
+    from straggle.observe.numbers.run_numbers import numbers_of
     from straggle.observe.page.page import write_report
-    from straggle.observe.run import read_run, read_steps
-    from straggle.observe.run_numbers import numbers_of
 
     write_watch(tmp_path, steps=40, extra=when(1, range(1000), backward=0.2), noise=0.0)
     run = read_run(tmp_path)

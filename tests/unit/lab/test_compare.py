@@ -12,7 +12,7 @@ from straggle.commands.config import load
 from straggle.commands.config_parts import of_method, of_scenario, slows_ranks
 from straggle.commands.config_schema import ConfigurationError, config_dir
 from straggle.lab.interleaved import reference_losses, seconds_to, time_to_loss_ratio
-from straggle.observe.intervals import Interval, ratio_interval
+from straggle.observe.numbers.intervals import Interval, ratio_interval
 
 METHODS = sorted(path.stem for path in (config_dir() / "methods").iterdir())
 ALL = f"methods=[{','.join(METHODS)}]"

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from straggle import RankReport, StageReport, StepReport
-from straggle.observe.fairness import jain_index
-from straggle.observe.run import run_of
+from straggle.observe.numbers.fairness import jain_index
+from straggle.observe.numbers.run import run_of
 
 
 def fairness_of(reports):

@@ -9,7 +9,7 @@ import pytest
 from recorded_jobs import JOBS, write_watched
 
 from straggle.advise.timings import read_timings
-from straggle.observe.run import read_run
+from straggle.observe.numbers.run import read_run
 
 HEAD = {"watch": 1, "rank": 0, "world_size": 1, "stages": [{"name": "all", "numel": 1}]}
 

@@ -15,10 +15,10 @@ from straggle import StepReport
 from straggle.advise.answer import answer
 from straggle.commands.result import finish
 from straggle.observe.numbers.reader import Trace
+from straggle.observe.numbers.replicas import Replicas
+from straggle.observe.numbers.run import run_of
+from straggle.observe.numbers.summary import summarize
 from straggle.observe.page.page import write_report
-from straggle.observe.replicas import Replicas
-from straggle.observe.run import run_of
-from straggle.observe.summary import summarize
 from straggle.observe.waited_for import LastSteps
 from straggle.policies.ddp_time import DdpStep
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from straggle.observe.numbers.registry import NUMBERS, fields_of
-from straggle.observe.run import run_of
-from straggle.observe.run_numbers import numbers_of
+from straggle.observe.numbers.run import run_of
+from straggle.observe.numbers.run_numbers import numbers_of
 from straggle.report import StepReport
 
 FIELDS = fields_of(NUMBERS.values())

@@ -17,7 +17,7 @@ import torch
 from straggle.backward.clocks import seconds_between
 from straggle.backward.stages import StagePlan
 from straggle.observe.lines import LineWriter
-from straggle.observe.watched_steps import StepTimes
+from straggle.observe.watch.steps import StepTimes
 from straggle.report import PHASES
 
 FOLDER = "watch"

@@ -12,8 +12,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from straggle.observe.fairness import Fairness
-from straggle.observe.run import Array, Run
+from straggle.observe.numbers.fairness import Fairness
+from straggle.observe.numbers.run import Array, Run
 from straggle.report import CAUSES, Cause
 
 Flags: TypeAlias = NDArray[np.bool_]

@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 from omegaconf import OmegaConf
 
-from straggle.observe.fairness import Fairness, fairness_of
-from straggle.observe.link_spells import LinkSpell, link_spells
 from straggle.observe.members import read_members
+from straggle.observe.numbers.fairness import Fairness, fairness_of
+from straggle.observe.numbers.link_spells import LinkSpell, link_spells
 from straggle.observe.numbers.reader import TRACE, files_of
-from straggle.observe.replicas import Replicas
+from straggle.observe.numbers.replicas import Replicas
 from straggle.observe.stuck import read_stuck
 from straggle.observe.warmup import num_warmup_steps
 from straggle.policies.ddp_time import DdpPrediction

@@ -22,11 +22,11 @@ from straggle.backward.clocks import moment
 from straggle.backward.hooks import ModuleHook
 from straggle.backward.loop_hooks import around_collectives, around_loads, around_steps
 from straggle.backward.stages import StagePlan, plan_stages, trainable
-from straggle.observe.pauses import PauseDetector
-from straggle.observe.watch_file import ALL, FOLDER, WatchFile
-from straggle.observe.watched_job import Job, job_of, units_of
-from straggle.observe.watched_steps import Recorder, StepTimes
-from straggle.observe.watched_waits import bracket_waits
+from straggle.observe.watch.file import ALL, FOLDER, WatchFile
+from straggle.observe.watch.job import Job, job_of, units_of
+from straggle.observe.watch.pauses import PauseDetector
+from straggle.observe.watch.steps import Recorder, StepTimes
+from straggle.observe.watch.waits import bracket_waits
 
 
 def watch(model: nn.Module, run_dir: str | Path = "runs/watch") -> Watch:

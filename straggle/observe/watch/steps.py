@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from straggle.backward.clocks import Loads
 from straggle.backward.hooks import tensors_in
 from straggle.backward.passes import in_backward
-from straggle.observe.pauses import PauseDetector
-from straggle.observe.stage_ends import StageEnds
+from straggle.observe.watch.pauses import PauseDetector
+from straggle.observe.watch.stage_ends import StageEnds
 
 _BETWEEN = "between"  # after a backward pass: what comes next tells what it was
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from straggle import world
-from straggle.observe.watched_job import units_of
+from straggle.observe.watch.job import units_of
 
 Around: TypeAlias = Callable[[Callable[[], Any]], Any]
 
