@@ -19,6 +19,7 @@ from straggle.backward.stages import StagePlan
 from straggle.merge.round.buffers import Flat, Share, StageBuffers
 from straggle.merge.round.memory import PlainNumbers
 from straggle.merge.rows.device_numbers import Counts
+from straggle.merge.rows.telemetry import OF_THE_CORE, Columns
 from straggle.merge.wire.groups import Group
 from straggle.source.source import Slot
 
@@ -44,13 +45,20 @@ class QueuedBuffers(StageBuffers):
         num_state: int = 0,
         drop_nonfinite: bool = False,
         wire_dtype: torch.dtype | None = None,
+        columns: Columns = OF_THE_CORE,
     ) -> None:
         self.usable: Tensor | None = None
         # of all parameters, in the order of the buckets: weights, then presence, as this rank has put them in
         self._known = array("f", bytes(8 * len(slots)))
         self._control = torch.empty(0)
         super().__init__(
-            plan, slots, world_size, num_state=num_state, drop_nonfinite=drop_nonfinite, wire_dtype=wire_dtype
+            plan,
+            slots,
+            world_size,
+            num_state=num_state,
+            drop_nonfinite=drop_nonfinite,
+            wire_dtype=wire_dtype,
+            columns=columns,
         )
         self._plain_known = PlainNumbers(self._control[self._length :])
         self._num_bytes += self._control.nbytes
