@@ -16,7 +16,7 @@ from straggle.merge.checks import check_weight
 from straggle.merge.round.coordinator import Coordinator
 from straggle.merge.rows.telemetry import MAX_SCALARS, ScalarNames
 from straggle.merge.wing import Departure
-from straggle.policies.cost import check_cost
+from straggle.policies.cost import check_cost, relative_costs
 from straggle.policies.deadline import check_count
 
 Part = TypeVar("Part")
@@ -37,9 +37,9 @@ class Step:
 
     Made by `StagedDataParallel.step`. ``enter`` and ``leave`` are called at the two ends of its block; ``leave``
     returns whether the error, if any, was only the deadline. ``release`` frees the memory of a pass that was left late.
-    ``optimizer`` is stepped as the gradients are merged. ``draw(weights, seed)`` yields the numbers of this rank's
-    micro-batches, of shared ones with these weights, each with those after it. ``expect`` is called with the number of
-    passes of an open step. ``departure``: how this rank may end before the others, if it may.
+    ``optimizer`` is stepped as the gradients are merged. ``draw(weights, costs, seed)`` yields the numbers of this
+    rank's micro-batches, of shared ones with these weights, each with those after it. ``expect`` is called with the
+    number of passes of an open step. ``departure``: how this rank may end before the others, if it may.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Step:
         enter: Callable[[Step], None],
         leave: Callable[[Step, BaseException | None], bool],
         release: Callable[[DeadlineReached], None],
-        draw: Callable[[tuple[float, ...], int | None], Generator[tuple[int, Sequence[int]]]],
+        draw: Callable[[tuple[float, ...], tuple[float, ...], int | None], Generator[tuple[int, Sequence[int]]]],
         expect: Callable[[int], None],
         optimizer: Optimizer | None = None,
         departure: Departure | None = None,
@@ -104,7 +104,12 @@ class Step:
         return self._leave(self, error)
 
     def pull(
-        self, parts: Sequence[Part], *, weights: Sequence[float] | None = None, seed: int | None = None
+        self,
+        parts: Sequence[Part],
+        *,
+        weights: Sequence[float] | None = None,
+        costs: Sequence[float] | None = None,
+        seed: int | None = None,
     ) -> Iterator[Part]:
         """The step's micro-batches that this rank has time for: ``for x, y in step.pull(parts)``.
 
@@ -114,23 +119,29 @@ class Step:
         exists, as in `MicroBatches`, or else equal weights), whichever rank computed which. A rank for which nothing is
         left has an empty loop.
 
+        ``costs``: what each micro-batch takes, in any unit, such as its tokens, the same on every rank (default:
+        ``parts.costs`` if it exists, or else all take as long as each other). The longest are computed first, so that
+        what is left at the end is small.
+
         ``seed``: a number of this step, the same on every rank. Torch's random numbers in a micro-batch then follow
         from it and from the micro-batch's number alone, and a step that has lost micro-batches with a rank is made
         again in the same block, by those that are left.
 
-        Raises ``ValueError`` for invalid parts, weights or seed, and ``RuntimeError`` outside of the block, for a
-        second call in it, and together with ``num_microbatches`` or ``step.weight``, or a ``seed`` with
+        Raises ``ValueError`` for invalid parts, weights, costs or seed, and ``RuntimeError`` outside of the block, for
+        a second call in it, and together with ``num_microbatches`` or ``step.weight``, or a ``seed`` with
         ``step(optimizer=...)``.
         """
         weights = getattr(parts, "weights", None) if weights is None else weights
         own = tuple(map(float, weights)) if weights is not None else (1.0,) * len(parts)
         self._check_pull(len(parts), own)
+        costs = getattr(parts, "costs", None) if costs is None else costs
+        of_mean = () if costs is None else relative_costs(costs, len(parts))
         if seed is not None:
             check_count("step.pull: seed", seed)
             if self.optimizer is not None:
                 raise RuntimeError(SEED_BESIDE_OPTIMIZER)
         self._pulls = True
-        self._drawn = self._draw(own, seed)
+        self._drawn = self._draw(own, of_mean, seed)
         return self._looked_up(parts, self._drawn)
 
     def _looked_up(self, parts: Sequence[Part], numbers: Iterator[tuple[int, Sequence[int]]]) -> Iterator[Part]:

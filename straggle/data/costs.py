@@ -1,13 +1,11 @@
 """What samples cost, and which of them each rank has in a step by that: the longest first.
 
 The samples of a step are those of a deal by number, so that the merged gradient is the same to rounding; only who
-computes which is another. Longest processing time first (Graham, "Bounds on multiprocessing timing anomalies", 1969,
-section 4): each goes to the rank that is done with it first, so what is dealt last is small.
+computes which is another.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +13,8 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from straggle.policies.longest_first import longest_first
 
 Cost = Callable[[int], float] | Sequence[float]
 
@@ -68,27 +68,3 @@ class Costs:
         units = torch.split(order, self.unit)
         own = longest_first([self.of(unit) for unit in units], shares)
         return [torch.cat([order[:0], *(units[place] for place in places)]) for places in own]
-
-
-def longest_first(costs: Sequence[float], speeds: Sequence[float]) -> list[list[int]]:
-    """The places in ``costs``, in descending order, that each rank gets; a rank of speed 0 gets none.
-
-    None of the others is left without any as long as there are enough. The same on every machine: it takes sums,
-    quotients and comparisons only.
-    """
-    # of ranks that are equally fast, the one with the least is done first: one heap for each speed
-    heaps: dict[float, list[tuple[float, int]]] = {}
-    for rank, speed in enumerate(speeds):
-        if speed > 0:
-            heaps.setdefault(speed, []).append((0.0, rank))
-    own: list[list[int]] = [[] for _ in speeds]
-    num_empty = sum(map(len, heaps.values()))
-    for place, cost in enumerate(costs):
-        only_empty = len(costs) - place <= num_empty
-        among = [speed for speed in heaps if not (only_empty and heaps[speed][0][0])]
-        speed = min(among or heaps, key=lambda speed: ((heaps[speed][0][0] + cost) / speed, heaps[speed][0][1]))
-        load, rank = heaps[speed][0]
-        heapq.heapreplace(heaps[speed], (load + cost, rank))
-        num_empty -= not own[rank]
-        own[rank].append(place)
-    return own

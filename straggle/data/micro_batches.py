@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from functools import partial
@@ -11,6 +12,7 @@ import torch.multiprocessing
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from straggle import world
+from straggle.data.costs import Cost, costs_of
 from straggle.policies.deadline import check_count
 
 
@@ -28,8 +30,10 @@ class MicroBatches:
     With ``num_workers`` as many processes load, as those of a ``DataLoader`` do, and as many of the micro-batches that
     the rank has drawn are loaded ahead. They are forked here, if that is the start method: make this before the
     model is wrapped.
-    Raises ``TypeError`` for a data set that has no numbers, ``ValueError`` for a ``size`` below 1 or ``num_workers``
-    below 0.
+    ``cost``: what each sample takes, as for `DealtLoader`. Micro-batches are then of samples that are about equally
+    long, and the longest come first.
+    Raises ``TypeError`` for a data set that has no numbers, ``ValueError`` for a ``size`` below 1, ``num_workers``
+    below 0, or costs that are not positive.
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class MicroBatches:
         size: int,
         collate: Callable[[list[Any]], Any] = default_collate,
         num_workers: int = 0,
+        cost: Cost | None = None,
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             raise TypeError(
@@ -48,6 +53,7 @@ class MicroBatches:
         check_count("size", size, least=1)
         check_count("num_workers", num_workers)
         self._size, self._num_workers = size, num_workers
+        self._costs = None if cost is None else costs_of(cost, len(dataset)).tolist()  # type: ignore[arg-type]
         self._load: Callable[[list[int]], Any] = _Loader(dataset, collate)
         self._ahead: Executor = world.Executor(1, thread_name_prefix="straggle-micro-batches")
         if num_workers:
@@ -60,10 +66,14 @@ class MicroBatches:
         self._finalizer = world.finalize(self, self._ahead.shutdown, wait=False, cancel_futures=True)
 
     def of(self, numbers: Iterable[int]) -> StepBatches:
-        """A step's micro-batches: its samples by number, in their order. The last one may be smaller."""
+        """A step's micro-batches: its samples by number, in their order or by cost. The last one may be smaller."""
         own = list(map(int, numbers))
+        of_samples = self._costs
+        if of_samples is not None:
+            own.sort(key=lambda number: -of_samples[number])
         split = [own[first : first + self._size] for first in range(0, len(own), self._size)]
-        return StepBatches(split, self._load, self._begin, num_ahead=max(1, self._num_workers))
+        costs = None if of_samples is None else [math.fsum(of_samples[number] for number in part) for part in split]
+        return StepBatches(split, self._load, self._begin, num_ahead=max(1, self._num_workers), costs=costs)
 
     def _begin(self, numbers: list[int]) -> Future[Any]:
         return self._ahead.submit(_load_in_worker if self._num_workers else self._load, numbers)
@@ -105,7 +115,8 @@ def _wait_for_worker(workers: Executor, numbers: list[int]) -> Any:
 class StepBatches(Sequence[Any]):
     """The micro-batches of one step, each loaded when it is looked up; ``weights`` are their numbers of samples.
 
-    ``begin``: has one loaded elsewhere. ``num_ahead``: as many are to be, of those that a rank has drawn.
+    ``costs``: what each takes, if that is known. ``begin``: has one loaded elsewhere. ``num_ahead``: as many are to be,
+    of those that a rank has drawn.
     """
 
     def __init__(
@@ -115,7 +126,9 @@ class StepBatches(Sequence[Any]):
         begin: Callable[[list[int]], Future[Any]] | None = None,
         *,
         num_ahead: int = 1,
+        costs: list[float] | None = None,
     ) -> None:
+        self.costs = costs
         self._numbers, self._load, self._begin = numbers, load, begin
         self.num_ahead = num_ahead
         self._ahead: dict[int, Future[Any]] = {}

@@ -74,7 +74,7 @@ def refuse_ddp_kwargs(given: Iterable[str]) -> None:
         raise TypeError(f"StagedDataParallel() has no argument {', '.join(words)}")
 
 
-def refuse_pull(_weights: object, _seed: object) -> NoReturn:
+def refuse_pull(_weights: object, _costs: object, _seed: object) -> NoReturn:
     """Raise ``ValueError``: the ranks of a replica would draw different micro-batches."""
     raise ValueError(
         "step.pull(parts) with mesh=: the ranks of a replica run their passes together, and none can draw more than "

@@ -48,6 +48,17 @@ def check_cost(cost: float) -> None:
         raise ValueError(f"cost={cost}: must be a positive number, such as the tokens of this rank's step")
 
 
+def relative_costs(costs: Sequence[float], number: int) -> tuple[float, ...]:
+    """Of ``number`` micro-batches, over their mean. Raises ``ValueError`` for others than so many positive numbers."""
+    own = [float(cost) for cost in costs]
+    if len(own) != number or not all(0 < cost < math.inf for cost in own):
+        raise ValueError(
+            f"step.pull(costs=...): {number} micro-batches need as many positive costs, such as tokens, not {own}"
+        )
+    mean = math.fsum(own) / number
+    return tuple(cost / mean for cost in own)
+
+
 def mean_cost_of(costs: Sequence[float]) -> float:
     """The mean over the ranks whose cost is known (not NaN); NaN if none is."""
     known = [cost for cost in costs if not math.isnan(cost)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import zlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,7 +13,7 @@ from typing import final
 from straggle.merge.round.step_passes import Passes
 from straggle.merge.rows.telemetry import Column, Row
 from straggle.pools.draws import Draws
-from straggle.pools.rows import ATTEMPTS, PARTS, WEIGHT
+from straggle.pools.rows import ATTEMPTS, COMPUTED, COSTS, PARTS, WEIGHT
 
 BY_HAND = (
     "gradients were put into p.grad by hand in a step with step.pull(), which weighs those of each backward pass by "
@@ -23,12 +25,23 @@ BY_HAND = (
 class PoolWeights:
     """The weights of all micro-batches in a pool, and the number of ranks that draw from it.
 
-    ``attempt``: how often the pool was begun; 0: what is lost of it is not computed again.
+    ``costs``: what each takes, relative to the mean of all; empty: all take as long. ``attempt``: how often the pool
+    was begun; 0: what is lost of it is not computed again.
     """
 
     weights: tuple[float, ...]
     world_size: int
     attempt: int = 0
+    costs: tuple[float, ...] = ()
+
+    def cost(self, parts: Sequence[int]) -> float:
+        """Of these micro-batches together, in mean ones."""
+        return math.fsum(self.costs[number] for number in parts) if self.costs else float(len(parts))
+
+    @cached_property
+    def mark(self) -> int:
+        """A number for the costs, which fits into a row; 0 if there are none."""
+        return zlib.crc32(array("d", self.costs).tobytes()) >> 8 if self.costs else 0
 
     @cached_property
     def total(self) -> float:
@@ -104,10 +117,15 @@ class Drawn(Passes):
     def tell(self, row: Row, num_over: int) -> Row:
         """Add the pool's size, and the rank's part of it, to the row."""
         num_put_back = 0 if self._draws is None else self._draws.num_put_back
-        reported = replace(row.reported, parts=min(num_over, self.number), put_back=num_put_back)
-        pool = self._pool
-        own: dict[Column, float] = {PARTS: len(pool.weights), WEIGHT: pool.total, ATTEMPTS: pool.attempt}
-        return row._replace(reported=reported).telling(own)
+        num_over, pool = min(num_over, self.number), self._pool
+        own: dict[Column, float] = {
+            PARTS: len(pool.weights),
+            WEIGHT: pool.total,
+            ATTEMPTS: pool.attempt,
+            COMPUTED: pool.cost(self.parts[:num_over]),
+            COSTS: pool.mark,
+        }
+        return row._replace(reported=replace(row.reported, parts=num_over, put_back=num_put_back)).telling(own)
 
     def _first(self, number: int, *, is_open: bool = False) -> Drawn:
         return Drawn(

@@ -3,7 +3,8 @@
 The first part of the pool is dealt out: each rank's *sure share*, known to all ranks without a message. The rest is
 drawn in chunks of decreasing size, by factoring (Hummel, Schonberg and Flynn 1992): with R micro-batches left and P
 ranks, the next P chunks have ``ceil(R / (2 P))`` each. The number of a draw alone determines its micro-batches, so one
-atomic counter is all that the ranks share.
+atomic counter is all that the ranks share. With costs, R and the shares are of these, and the longest come first: what
+is drawn last is small, and so is what the ranks then wait for each other.
 
 A sure share is not lost if its rank does not come: the owner claims it as it begins, and a rank that finds the rest of
 the pool empty opens unclaimed shares. One compare-and-set decides between them, so no micro-batch has two owners. An
@@ -23,11 +24,14 @@ from itertools import accumulate
 from statistics import median
 from typing import Literal
 
+from straggle.policies.longest_first import longest_first
+
 # The owner of a sure share adds this to the counter of draws once, beside 1. A counter has 32 bits, one for its sign:
 # it is for `MAX_RANKS`, and for 262143 draws, which is more than they make of a thousand million micro-batches.
 SETTLED = 1 << 18
 MAX_RANKS = (1 << 13) - 1
 _NO_PARTS = range(0)
+_ROUNDING = 1e-4  # relative error of sums of weights, or of costs
 
 Owner = Literal["own", "open"] | tuple[int, ...]  # open: these numbers were put back
 
@@ -36,19 +40,46 @@ Owner = Literal["own", "open"] | tuple[int, ...]  # open: these numbers were put
 class Pool:
     """``num_parts`` micro-batches, of which each rank has ``shares`` for sure.
 
-    ``drawn``: the rest is drawn. Otherwise the shares are the entire pool, and no rank sends requests. Raises
-    ``ValueError`` if more ranks draw than a counter can tell apart.
+    ``drawn``: the rest is drawn. Otherwise the shares are the entire pool, and no rank sends requests. ``order``: the
+    micro-batches' numbers, first the shares of all ranks, then the rest as it is drawn; and their ``costs`` in this
+    order (empty: by number, with equal costs). Raises ``ValueError`` if more ranks draw than a counter can tell apart.
     """
 
     num_parts: int
     shares: tuple[int, ...]
     drawn: bool = True
+    order: tuple[int, ...] = ()
+    costs: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.drawn and len(self.shares) > MAX_RANKS:
             raise ValueError(
                 f"step.pull() is for {MAX_RANKS} ranks at most, not {len(self.shares)}: use Rebalance there"
             )
+
+    @classmethod
+    def by_cost(
+        cls, costs: Sequence[float], shares: Sequence[float], even: Sequence[float] = (), *, drawn: bool = True
+    ) -> Pool:
+        """The pool of micro-batches that cost so much, of which each rank has about the share ``shares`` for sure.
+
+        ``even``: what each would compute in all. All are in mean micro-batches. The longest are dealt out until one is
+        longer than what is left of each share. A rank that has none yet may have one as long as its even part: who
+        would draw it has it as its first, too. If none is ``drawn``, all of them are, equally to the ranks that have a
+        share.
+        """
+        by_length = sorted(range(len(costs)), key=lambda number: -costs[number])
+        if drawn:
+            own = _within(shares, even or shares, [costs[number] for number in by_length])
+        else:
+            own = longest_first([costs[number] for number in by_length], [float(share > 0) for share in shares])
+        sure = [by_length[place] for places in own for place in places]
+        order = (*sure, *by_length[len(sure) :])
+        return cls(len(costs), tuple(map(len, own)), drawn, order, tuple(costs[number] for number in order))
+
+    @cached_property
+    def _numbers(self) -> Sequence[int]:
+        return self.order or range(self.num_parts)
 
     @cached_property
     def _ends(self) -> tuple[int, ...]:
@@ -59,25 +90,46 @@ class Pool:
         """How many ranks have a sure share."""
         return sum(share > 0 for share in self.shares)
 
-    def share(self, rank: int) -> range:
+    def share(self, rank: int) -> Sequence[int]:
         """The numbers of a rank's sure share."""
-        return range(self._ends[rank] - self.shares[rank], self._ends[rank])
+        return self._numbers[self._ends[rank] - self.shares[rank] : self._ends[rank]]
 
     @cached_property
-    def _chunks(self) -> tuple[range, ...]:
+    def _chunks(self) -> tuple[Sequence[int], ...]:
         """The chunks that are drawn, in order."""
-        chunks, first = list[range](), self._ends[-1]
+        chunks, first = list[Sequence[int]](), self._ends[-1]
+        costs = self.costs or (1.0,) * self.num_parts
         while first < self.num_parts:
-            size = -(-(self.num_parts - first) // (2 * len(self.shares)))
+            least = math.fsum(costs[first:]) / (2 * len(self.shares))
             for _ in range(len(self.shares)):
-                last = min(first + size, self.num_parts)
-                chunks += [range(first, last)] if last > first else []
+                last, cost = first, 0.0
+                while last < self.num_parts and cost < least * (1 - _ROUNDING):
+                    cost, last = cost + costs[last], last + 1
+                chunks += [self._numbers[first:last]] if last > first else []
                 first = last
         return tuple(chunks)
 
-    def chunk(self, index: int) -> range:
+    def chunk(self, index: int) -> Sequence[int]:
         """The micro-batches of draw number ``index``; empty if all are drawn."""
         return self._chunks[index] if index < len(self._chunks) else _NO_PARTS
+
+
+def _within(shares: Sequence[float], even: Sequence[float], costs: Sequence[float]) -> list[list[int]]:
+    """For each rank the places in the descending ``costs`` that its share has room for, until one has none."""
+    own: list[list[int]] = [[] for _ in shares]
+    left = list(shares)
+    for place, cost in enumerate(costs):
+        room = [
+            own_left if places or not share else most
+            for own_left, places, share, most in zip(left, own, shares, even, strict=True)
+        ]
+        fits = [rank for rank, most in enumerate(room) if cost <= most * (1 + _ROUNDING)]
+        if not fits:
+            break
+        rank = max(fits, key=lambda rank: left[rank])
+        own[rank].append(place)
+        left[rank] -= cost
+    return own
 
 
 @dataclass(frozen=True)
@@ -216,13 +268,12 @@ class Drawer:
 WINDOW = 8  # steps from which sure shares follow
 _HELD_UP = 1.5  # micro-batches fewer than usual; of equal ranks the first to draw has one more
 _SLACK = 0.25  # of a micro-batch
-_ROUNDING = 1e-4  # relative error of sums of weights
 MOST_ATTEMPTS = 16  # of a step: ranks that die in each are dying of something else
 
 
 @dataclass(frozen=True)
 class Did:
-    """A rank's part of a pool: the ``share`` of it that it computed, and its seconds for a micro-batch.
+    """A rank's part of a pool: the ``share`` of it that it computed, and its seconds for a mean micro-batch.
 
     ``part_s`` is NaN if it computed none.
     """

@@ -36,7 +36,7 @@ from straggle.pools.pool import (
     sure_shares,
 )
 from straggle.pools.random_numbers import random_numbers_of
-from straggle.pools.rows import ATTEMPTS, PARTS, WEIGHT
+from straggle.pools.rows import ATTEMPTS, COMPUTED, COSTS, PARTS, WEIGHT
 from straggle.replay.wing import AsRecorded
 from straggle.report import CAUSES
 
@@ -78,18 +78,21 @@ class Pulling(Wing):
         """Micro-batches that were put back until now, because this rank was stuck before it could begin them."""
         return self._counters.num_put_back
 
-    def numbers(self, weights: tuple[float, ...], seed: int | None) -> Generator[tuple[int, Sequence[int]]]:
+    def numbers(
+        self, weights: tuple[float, ...], costs: tuple[float, ...], seed: int | None
+    ) -> Generator[tuple[int, Sequence[int]]]:
         """The numbers of this rank's micro-batches, of a pool with these weights; called inside of its step.
 
-        With each come the numbers that the rank has drawn after it, in order. With a ``seed`` torch's random numbers
-        are those of each micro-batch, and the step is merged here: more come if it is to be made again.
+        ``costs``: relative to their mean; empty: all take as long as each other. With each come the numbers that the
+        rank has drawn after it, in order. With a ``seed`` torch's random numbers are those of each micro-batch, and the
+        step is merged here: more come if it is to be made again.
         """
         if seed is None:
-            yield from self._numbers(PoolWeights(weights, self._replica.count))
+            yield from self._numbers(PoolWeights(weights, self._replica.count, costs=costs))
             return
         self._opened.stay()
         for attempt in itertools.count(1):
-            for number, ahead in self._numbers(PoolWeights(weights, self._replica.count, attempt)):
+            for number, ahead in self._numbers(PoolWeights(weights, self._replica.count, attempt, costs)):
                 with random_numbers_of(seed, number):
                     yield number, ahead
             if not self._opened.merge_inside():
@@ -109,24 +112,25 @@ class Pulling(Wing):
 
     def _drawn(self, of_pool: PoolWeights) -> Iterator[tuple[int, Sequence[int]]]:
         """Draw; the next is requested in a backward pass, so the answer is there before the rank begins its last."""
-        opened, step, begun, weights = self._opened, self._opened.step, 0, of_pool.weights
-        pool, channel, lock = self._pool(len(weights), of_pool.attempt), self._channel, self._rank.merging.lock
-        ahead = even_parts(len(weights), tuple(self._done), self._present)[self._replica.place] + AHEAD
+        opened, step, begun = self._opened, self._opened.step, 0
+        pool, channel, lock = self._pool(of_pool), self._channel, self._rank.merging.lock
+        ahead = self._even(pool.num_parts)[self._replica.place] + AHEAD
         draws = Draws(pool, channel.rank, self._rank.training.step, channel.store, self._counters, lock)
         sharing = frozenset(rank for rank, share in enumerate(pool.shares) if share)
 
         def ask_ahead() -> None:
-            if len(draws.numbers) - begun <= 1 and len(draws.numbers) + 1 <= ahead:
+            if len(draws.numbers) - begun <= 1 and of_pool.cost(draws.numbers) + 1 <= ahead:
                 draws.ask()
 
         def has(_: Passes) -> Drawn:  # called with the lock held, so that nothing of it is put back meanwhile
+            longer = max(1.0, of_pool.cost(draws.numbers[begun : begun + 1]))
             return Drawn(
                 draws.numbers,
                 of_pool,
                 is_open=not draws.exhausted,
                 num_begun=min(begun + 1, len(draws.numbers)),
                 draws=draws,
-                stuck_at=opened.stopwatch.now() + self._times.put_back_after_s,
+                stuck_at=opened.stopwatch.now() + longer * self._times.put_back_after_s,
             )
 
         opened.call_on_backward(ask_ahead)
@@ -148,12 +152,20 @@ class Pulling(Wing):
         training = self._rank.training
         return training.is_stopped(training.step)
 
-    def _pool(self, num_parts: int, attempt: int) -> Pool:
-        if attempt > 1 and self._replica.count > 1:  # it is not known who has no part in it
-            return Pool(num_parts, (0,) * self._replica.count)
-        if self._draws:
-            return Pool(num_parts, sure_shares(num_parts, tuple(self._done), self._present))
-        return Pool(num_parts, static_shares(num_parts, self._present), drawn=False)
+    def _pool(self, of_pool: PoolWeights) -> Pool:
+        num_parts, drawn = len(of_pool.weights), True
+        if of_pool.attempt > 1 and self._replica.count > 1:  # it is not known who has no part in it
+            shares: tuple[int, ...] = (0,) * self._replica.count
+        elif self._draws:
+            shares = sure_shares(num_parts, tuple(self._done), self._present)
+        else:
+            shares, drawn = static_shares(num_parts, self._present), False
+        if not of_pool.costs:
+            return Pool(num_parts, shares, drawn)
+        return Pool.by_cost(of_pool.costs, shares, self._even(num_parts), drawn=drawn)
+
+    def _even(self, num_parts: int) -> list[float]:
+        return even_parts(num_parts, tuple(self._done), self._present)
 
     # -- after each step
 
@@ -177,6 +189,12 @@ class Pulling(Wing):
                 f"step {record.step}: step.pull() was given {sizes} micro-batches by ranks 0, 1, ...: all "
                 "ranks draw from one pool, so give every rank all micro-batches of the step"
             )
+        costs = [int(mark) for mark, size in zip(table.told(COSTS), sizes, strict=True) if size]
+        if len(set(costs)) > 1:
+            raise ValueError(
+                f"step {record.step}: step.pull() was given other costs by some ranks than by others: they decide who "
+                "has which micro-batches, so give every rank the same costs"
+            )
         self._learn(table, pools.pop())
         self._step_s.append(record.seconds)
         if self._opened.rule.by_clock:
@@ -196,7 +214,7 @@ class Pulling(Wing):
         away = table.absent_ranks() | table.stood_in_ranks()
         present = tuple(rank not in away for rank in range(self._replica.count))
         self._present = present if any(present) else self._present
-        done = zip(map(int, table.column("parts")), table.compute_s(), present, strict=True)
+        done = zip(table.told(COMPUTED), table.compute_s(), present, strict=True)
         self._done.append(tuple(_did(own, own_s, num_parts) if here else None for own, own_s, here in done))
         self._draws = self._replica.count > 1 and not table.ranks_without_store()
 
@@ -248,5 +266,5 @@ def share_out(table: Table) -> None:
     table.share_weight([weight if parts else 0.0 for parts, weight in weights], max(table.told(WEIGHT)))
 
 
-def _did(num_parts_done: int, compute_s: float, num_parts: int) -> Did:
-    return Did(num_parts_done / num_parts, compute_s / num_parts_done if num_parts_done else math.nan)
+def _did(cost_done: float, compute_s: float, num_parts: int) -> Did:
+    return Did(cost_done / num_parts, compute_s / cost_done if cost_done else math.nan)

@@ -175,6 +175,7 @@ ELSEWHERE |= {
         "test_loggers.py::test_what_is_no_logger_is_refused": ("every={}: log after at least one step",),
         "test_pull.py::test_wrong_uses_are_refused_with_what_to_write": (
             "micro-batches need as many positive weights",
+            "micro-batches need as many positive costs",
             "leave out num_microbatches=... and step.weight, and give step.pull(parts, weights=...)",
             "step.weight beside step.pull(): give step.pull(parts, weights=...)",
         ),
@@ -182,6 +183,7 @@ ELSEWHERE |= {
             "call it inside of that loop",
             "leave out optimizer=, and call optimizer.step() after the block",
         ),
+        "test_pull.py::test_ranks_with_other_costs_are_told_so": ("so give every rank the same costs",),
         "test_pull.py::test_ranks_with_other_pools_are_told_so": ("give every rank all micro-batches of the step",),
     }.items()
     for words in texts

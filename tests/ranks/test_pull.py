@@ -543,6 +543,8 @@ def wrong_uses(rank):
         refused(RuntimeError, lambda step: step.pull([1]), num_microbatches=2)
         refused(RuntimeError, lambda step: (step.pull([1]), step.pull([1])))
         refused(RuntimeError, lambda step: (step.pull([1]), setattr(step, "weight", 2.0)))
+        refused(ValueError, lambda step: step.pull([1, 2], costs=[1.0]))
+        refused(ValueError, lambda step: step.pull([1], costs=[math.nan]))
         with pytest.raises(RuntimeError, match="inside of"):
             model.step().pull([1])
     return words
@@ -556,6 +558,21 @@ def test_wrong_uses_are_refused_with_what_to_write():
     assert "leave out num_microbatches" in words[3]
     assert "once in each step" in words[4]
     assert "step.pull(parts, weights=...)" in words[5]
+    assert "2 micro-batches need as many positive costs, such as tokens, not [1.0]" in words[6]
+    assert "as many positive costs" in words[7]
+
+
+def other_costs(rank):
+    with staged(mlp()) as model, model.step() as step:
+        for x in step.pull(parts_of(0, 2), costs=[1.0, 2.0 + rank]):
+            loss_of(model, x).backward()
+
+
+def test_ranks_with_other_costs_are_told_so():
+    for end in run_ranks(other_costs, 2, outcomes=True):
+        assert isinstance(end, Raised)
+        assert end.kind == "ValueError"
+        assert "give every rank the same costs" in end.message
 
 
 def other_pools(rank):

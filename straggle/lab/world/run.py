@@ -189,9 +189,11 @@ class Job:
         for finalizer in reversed(self.finalizers.pop(process, [])):  # as when a process ends
             finalizer()
 
-    def finalize(self, of: object, call: Callable[..., object], *arguments: Any) -> weakref.finalize[Any, Any]:
+    def finalize(
+        self, of: object, call: Callable[..., object], *arguments: Any, **named: Any
+    ) -> weakref.finalize[Any, Any]:
         """As ``weakref.finalize``, for when the process of this rank ends."""
-        finalizer = weakref.finalize(of, call, *arguments)
+        finalizer = weakref.finalize(of, call, *arguments, **named)
         finalizer.atexit = False
         self.finalizers.setdefault(self.scheduler.check().process, []).append(finalizer)
         return finalizer

@@ -6,8 +6,9 @@ import random
 import pytest
 import torch
 
-from straggle.data.costs import Costs, costs_of, longest_first
+from straggle.data.costs import Costs, costs_of
 from straggle.data.deal import Ledger, Parts
+from straggle.policies.longest_first import longest_first
 
 
 def ends(own, costs, speeds):

@@ -101,6 +101,49 @@ def test_static_shares_are_the_entire_pool():
     assert static_shares(4, [False] * 2) == (2, 2)
 
 
+def drawn_by_one(pool):
+    """Its chunks."""
+    chunks, index = [], 0
+    while chunk := pool.chunk(index):
+        chunks.append(list(chunk))
+        index += 1
+    return chunks
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_longest_come_first_and_no_sure_share_is_more_than_its_room(seed):
+    chance = random.Random(seed)
+    number, ranks = chance.choice([1, 5, 16, 40]), chance.choice([1, 2, 4])
+    costs = [chance.expovariate(1.0) + 0.01 for _ in range(number)]
+    mean = sum(costs) / number
+    costs = [own / mean for own in costs]
+    shares = [chance.choice([0, number / (2 * ranks), 0.8 * number / ranks]) for _ in range(ranks)]
+    pool = Pool.by_cost(costs, shares)
+    sure, chunks = [pool.share(rank) for rank in range(ranks)], drawn_by_one(pool)
+    assert sorted([*(n for own in sure for n in own), *(n for own in chunks for n in own)]) == list(range(number))
+    assert all(sum(costs[n] for n in own) <= share * 1.001 for own, share in zip(sure, shares, strict=True))
+    for own in (*sure, [n for chunk in chunks for n in chunk]):
+        lengths = [costs[n] for n in own]
+        assert lengths == sorted(lengths, reverse=True)
+    left = [sum(costs[n] for own in chunks[index:] for n in own) for index in range(len(chunks))]
+    for index, chunk in enumerate(chunks):  # by factoring: a half of what was left, of which each rank gets its part
+        of_round = left[index - index % ranks] / (2 * ranks)
+        assert sum(costs[n] for n in chunk[:-1]) < of_round
+
+
+def test_equal_costs_are_as_none():
+    for shares in ((7, 7, 7, 7), (4, 0, 4, 4), (0, 0, 0, 0)):
+        by_cost, by_number = Pool.by_cost([1.0] * 32, shares), Pool(32, shares)
+        assert by_cost.shares == by_number.shares
+        assert list(map(len, drawn_by_one(by_cost))) == list(map(len, drawn_by_one(by_number)))
+
+
+def test_pool_that_is_not_drawn_is_dealt_out_entirely_so_that_all_end_together():
+    pool = Pool.by_cost([1.0, 5.0, 2.0, 2.0, 2.0], (2, 0, 3), drawn=False)
+    assert [list(pool.share(rank)) for rank in range(3)] == [[1, 0], [], [2, 3, 4]]
+    assert not pool.chunk(0)
+
+
 # -- the protocol, exhaustively
 
 
@@ -214,6 +257,13 @@ def explore(pool: Pool, *, deaths: bool, back: int | None = None, leaves: bool =
 def test_each_part_is_drawn_once_in_every_order(shares):
     ends, num_states = explore(Pool(4, shares), deaths=False)
     assert num_states > 50
+    for job in ends:
+        assert sorted(number for own in job.parts for number in own) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("shares", [(0, 0, 0), (1, 1.5, 1)])
+def test_each_part_of_a_pool_with_costs_is_drawn_once_in_every_order(shares):
+    ends, _ = explore(Pool.by_cost([0.4, 1.6, 1.2, 0.8], shares), deaths=False)
     for job in ends:
         assert sorted(number for own in job.parts for number in own) == [0, 1, 2, 3]
 
