@@ -1,4 +1,4 @@
-"""Replicas that leave as a whole and come back: real processes, each replica is two ranks that shard a copy (FSDP2)."""
+"""Replicas that leave as a whole and come back: each replica is two ranks that shard a copy (FSDP2)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from members import Board, run_forked_job
+from members import Board, run_forked_job, run_job
 from ranks import Raised, run_forked
 from replicas import SHARDS, end, kill_in_forward, ranks_of, rest, sharded, start_again, train
 from sharding import Blocks, batch, mesh_of, shard
@@ -30,7 +30,7 @@ MISSED_S = 20.0  # longer than that after another rank of its replica was missed
 def test_replica_of_a_killed_rank_leaves_and_comes_back_with_the_others_state(
     deadline: straggle.Deadline | None,
 ) -> None:
-    with run_forked_job(6, train, deadline, served=True, replica_size=SHARDS) as job:
+    with run_job(6, train, deadline, replica_size=SHARDS) as job:
         job.walk(10)
         kill_in_forward(job, 3)
         job.walk(10, ranks_of(0, 2))
@@ -50,7 +50,7 @@ def test_replica_of_a_killed_rank_leaves_and_comes_back_with_the_others_state(
 
 @pytest.mark.slow
 def test_two_ranks_of_different_replicas_are_killed_at_once() -> None:
-    with run_forked_job(6, train, served=True, replica_size=SHARDS) as job:
+    with run_job(6, train, replica_size=SHARDS) as job:
         job.walk(10)
         job.kill(1, 4)
         job.walk(10, ranks_of(1))
@@ -61,7 +61,7 @@ def test_two_ranks_of_different_replicas_are_killed_at_once() -> None:
 
 @pytest.mark.slow
 def test_rank_that_is_killed_while_its_replica_is_healed_takes_it_out_again() -> None:
-    with run_forked_job(6, train, served=True, replica_size=SHARDS) as job:
+    with run_job(6, train, replica_size=SHARDS) as job:
         job.walk(10)
         job.kill(5)
         job.walk(5, ranks_of(0, 1))
@@ -97,7 +97,7 @@ def test_stopped_rank_takes_its_replica_out_and_no_process_of_it_stays() -> None
 
 @pytest.mark.slow
 def test_replica_comes_back_to_a_store_that_was_started_again() -> None:
-    with run_forked_job(6, train, served=True, replica_size=SHARDS) as job:
+    with run_job(6, train, replica_size=SHARDS) as job:
         job.walk(10)
         job.kill_store()
         log = job.folder / "log5.0"
@@ -118,7 +118,7 @@ def test_replica_comes_back_to_a_store_that_was_started_again() -> None:
 
 @pytest.mark.slow
 def test_job_ends_with_fewer_replicas_than_it_may_have() -> None:
-    with run_forked_job(4, train, None, None, served=True, replica_size=SHARDS) as job:
+    with run_job(4, train, None, None, replica_size=SHARDS) as job:
         job.walk(10)
         job.kill(3)
         for rank in ranks_of(0):
@@ -141,14 +141,14 @@ def _train_and_save(rank: int, board: Board) -> str:
 @pytest.mark.slow
 def test_ranks_whose_replica_is_whole_have_time_for_their_own_work_when_the_job_ends() -> None:
     """They evaluate when the job ends, and catch its error to save a checkpoint."""
-    with run_forked_job(4, _train_and_save, served=True, replica_size=SHARDS) as job:
+    with run_job(4, _train_and_save, replica_size=SHARDS) as job:
         job.walk(10)
         for rank in ranks_of(0):
             rest(job.board, rank).touch()
         job.wait(lambda: all((job.folder / f"rests{rank}").exists() for rank in ranks_of(0)), "ranks 0 and 1 rest")
         job.kill(3)
         job.wait(lambda: "replica 1 left" in job.log(), "the replica leaves")
-        time.sleep(LONG_S)
+        job.sleep(LONG_S)
         for rank in ranks_of(0):
             rest(job.board, rank).unlink()
         for rank in ranks_of(0):
@@ -205,7 +205,7 @@ def _train_or_raise(rank: int, board: Board) -> dict[str, object]:
 
 @pytest.mark.slow
 def test_replica_leaves_with_the_error_of_one_of_its_ranks() -> None:
-    with run_forked_job(4, _train_or_raise, served=True, replica_size=SHARDS) as job:
+    with run_job(4, _train_or_raise, replica_size=SHARDS) as job:
         job.walk(20, ranks_of(0))
         for rank in ranks_of(1):
             job.wait(lambda r=rank: job.ended(r) is not None or not job.process(r).is_alive(), f"rank {rank} ends")
@@ -235,7 +235,7 @@ def _train_with_doubles(rank: int, board: Board) -> int:
 
 @pytest.mark.slow
 def test_replica_that_cannot_be_given_the_state_of_the_optimizer_hears_it_and_no_member_ends() -> None:
-    with run_forked_job(4, _train_with_doubles, served=True, replica_size=SHARDS) as job:
+    with run_job(4, _train_with_doubles, replica_size=SHARDS) as job:
         job.walk(6)
         job.kill(3)
         job.walk(6, ranks_of(0))

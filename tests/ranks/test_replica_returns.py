@@ -7,7 +7,7 @@ import signal
 from typing import Any
 
 import pytest
-from members import Board, run_forked_job
+from members import Board, run_forked_job, run_job
 from ranks import Raised
 from replicas import SHARDS, end, hold, hold_up, late, processes, ranks_of, start_again, train
 
@@ -20,7 +20,7 @@ DEADLINE = straggle.QuantileDeadline(0.9, slack=1.5)
 
 @pytest.mark.slow
 def test_replica_that_fell_behind_comes_back_in_the_same_processes() -> None:
-    with run_forked_job(6, train, DEADLINE, served=True, replica_size=SHARDS) as job:
+    with run_job(6, train, DEADLINE, replica_size=SHARDS) as job:
         job.walk(10)
         before = processes(job)
         for rank in ranks_of(1):
@@ -35,7 +35,7 @@ def test_replica_that_fell_behind_comes_back_in_the_same_processes() -> None:
 @pytest.mark.slow
 def test_replica_that_is_held_up_in_its_first_step_comes_back_in_the_same_processes() -> None:
     """As one does that compiles."""
-    with run_forked_job(6, train, DEADLINE, served=True, replica_size=SHARDS) as job:
+    with run_job(6, train, DEADLINE, replica_size=SHARDS) as job:
         job.walk(10)
         job.kill(3)
         job.walk(10, ranks_of(0, 2))
@@ -51,7 +51,7 @@ def test_replica_that_is_held_up_in_its_first_step_comes_back_in_the_same_proces
 
 @pytest.mark.slow
 def test_replica_of_a_rank_that_is_stopped_for_a_while_comes_back_in_the_same_processes() -> None:
-    with run_forked_job(6, train, served=True, replica_size=SHARDS) as job:
+    with run_job(6, train, replica_size=SHARDS) as job:
         job.walk(10)
         before = processes(job)
         job.stop(3)
@@ -73,7 +73,7 @@ def test_replica_of_a_rank_that_is_stopped_for_a_while_comes_back_in_the_same_pr
 
 @pytest.mark.slow
 def test_rank_that_is_killed_while_its_replica_is_healed_in_place_takes_it_out_again() -> None:
-    with run_forked_job(6, train, DEADLINE, served=True, replica_size=SHARDS) as job:
+    with run_job(6, train, DEADLINE, replica_size=SHARDS) as job:
         job.walk(10)
         hold_up(job, 2)
         job.wait(lambda: "replica 1 joined" in job.log(), "the replica is let in")
@@ -87,7 +87,7 @@ def test_rank_that_is_killed_while_its_replica_is_healed_in_place_takes_it_out_a
 
 @pytest.mark.slow
 def test_ranks_of_a_replica_go_on_from_one_step_though_one_of_them_has_lost_its_state_once() -> None:
-    with run_forked_job(6, _train_and_lose_a_state, DEADLINE, served=True, replica_size=SHARDS) as job:
+    with run_job(6, _train_and_lose_a_state, DEADLINE, replica_size=SHARDS) as job:
         job.walk(10)
         job.kill(3)
         job.walk(10, ranks_of(0, 2))
@@ -117,7 +117,7 @@ def _train_and_lose_a_state(rank: int, board: Board, deadline: straggle.Deadline
 @pytest.mark.slow
 def test_replica_is_let_in_though_one_shard_is_merged_long_after_the_other() -> None:
     """The view is written before the members of that shard have the step: they wait for no other one."""
-    with run_forked_job(4, train, served=True, replica_size=SHARDS) as job:
+    with run_job(4, train, replica_size=SHARDS) as job:
         job.walk(10)
         job.kill(3)
         job.walk(10, ranks_of(0))

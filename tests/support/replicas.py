@@ -1,4 +1,4 @@
-"""A job of replicas that leave and come back: two ranks each, which shard a copy (FSDP2), in processes of their own."""
+"""A job of replicas that leave and come back: two ranks each, which shard a copy (FSDP2)."""
 
 from __future__ import annotations
 
