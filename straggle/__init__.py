@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from straggle.data.rebalance import Rebalance
     from straggle.garbage import CollectGarbage
     from straggle.members.membership import JobDone
+    from straggle.members.own.participants import MembersChanged
     from straggle.members.replica_mesh import replica_mesh
     from straggle.members.view import Elastic
     from straggle.merge.options import Merge
@@ -73,6 +74,7 @@ _PLACES = {
     "data.rebalance": "Rebalance",
     "garbage": "CollectGarbage",
     "members.membership": "JobDone",
+    "members.own.participants": "MembersChanged",
     "members.replica_mesh": "replica_mesh",
     "members.view": "Elastic",
     "merge.options": "Merge",
@@ -112,6 +114,7 @@ __all__ = [
     "LastOwn",
     "LateHandling",
     "LateLoader",
+    "MembersChanged",
     "MembersReport",
     "Merge",
     "MicroBatches",

@@ -211,13 +211,16 @@ class ElasticChannel(Channel):
     def _keep_groups(self, made: Sequence[GlooGroup]) -> None:
         old, self._made = self._made, made
         if old:
-            self.membership.spawn(self._drop, old)
+            self.drop(old)
 
     def _note_unformed(self, view: View, error: Exception) -> None:
         _log.info("rank %d: generation %d was not formed: %s", self.name, view.generation, error)
 
-    def _drop(self, groups: Sequence[GlooGroup]) -> None:
+    def drop(self, groups: Sequence[GlooGroup]) -> None:
         """Free groups on a thread of its own: that takes long, and the members wait for whoever forms the next view."""
+        self.membership.spawn(self._drop, groups)
+
+    def _drop(self, groups: Sequence[GlooGroup]) -> None:
         for group in groups:
             group.drop()
 

@@ -14,6 +14,7 @@ from straggle.members.away import Away
 from straggle.members.membership import Membership
 from straggle.members.moved_round import Notes, RoundNotes, freeze, go_on, travels
 from straggle.members.notice import Notice
+from straggle.members.own.in_flight import InFlight
 from straggle.members.put_out import PutOut
 from straggle.members.rows import admits, admits_of, leaving_ranks
 from straggle.members.state_wire import StateRoom
@@ -46,6 +47,7 @@ class Member:
         self._membership = membership
         membership.detector.follow_step(lambda: self.is_in_step)
         self.notice = Notice(membership, is_out=lambda: self.is_out)
+        self._own: InFlight | None = None  # collectives of the loop's own, if they follow the members
         self.slow: PutOut | None = None  # who is put out because it is slow; `None`: no rank
         self.changed_in = -1  # the step in which the members changed last, the same on all of them
         self.is_closed = False  # the model is
@@ -180,6 +182,10 @@ class Member:
             self._rank.rounds.begin(training, merging)
         self._rank.stand_in.give_nothing(True)
 
+    def lead(self, own: InFlight) -> None:
+        """Collectives of the loop's own follow the members from here on."""
+        self._own = own
+
     def judge_long_merge(self, links: Sequence[RankLink]) -> None:
         """Judge the links that this rank has measured during a merge that takes many times as long as usual."""
         with self._lock:
@@ -207,6 +213,8 @@ class Member:
             if self.slow is not None:
                 self.slow.begin_anew()
             merging.step_merged.notify_all()
+        if self._own is not None:
+            self._own.put_out()
 
     def close(self) -> None:
         """The model is closed: whoever waits for the members to agree on a view waits in vain."""
@@ -394,6 +402,9 @@ class Member:
         if self._catch_up is not None and stood_in >= set(self._rank.rounds.ranks):
             self._end_healing()  # the others have ended or are no further: none of them waits for this rank
         self.notice.merged(step, table, place)
+        if self._own is not None:
+            present = frozenset(range(table.num_ranks)) - table.absent_ranks() - leaving_ranks(table)
+            self._own.merged(step, present, stood_in)
         if leaving := leaving_ranks(table):
             self._leave(step, leaving, complete=self.notes_of(current).complete)
         elif self._admits_after == step:  # whoever else holds: without this rank nothing of the next step is merged

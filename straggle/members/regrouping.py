@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from straggle import world
 from straggle.members.elastic import ElasticChannel
 from straggle.members.member import Member
 from straggle.members.membership import JobDone, TooFewRanks
+from straggle.members.own.in_flight import InFlight
 from straggle.members.view import Leaving, MergeProgress, Silence, View, progress_length, repair
 from straggle.members.view_chain import Hold
 from straggle.merge.wire.channel import GroupsChanged, PeerFailed
@@ -54,14 +55,24 @@ class MembershipEvents:
 class Regrouping:
     """The thread that takes a rank from view to view, from `start` to `close`, and tells ``events`` of it.
 
-    The gradients of a step are merged in at most ``max_buckets``, whatever the stages.
+    The gradients of a step are merged in at most ``max_buckets``, whatever the stages. ``own``: the collectives of the
+    loop's own, if they follow the members.
     A rank that was put out asks to be let in again as soon as its training thread is back.
     """
 
-    def __init__(self, channel: ElasticChannel, member: Member, events: MembershipEvents, *, max_buckets: int) -> None:
+    def __init__(
+        self,
+        channel: ElasticChannel,
+        member: Member,
+        events: MembershipEvents,
+        *,
+        max_buckets: int,
+        own: InFlight | None = None,
+    ) -> None:
         self._channel, self._membership, self._member = channel, channel.membership, member
         self._events = events
         self._max_buckets = max_buckets
+        self._own = own
         self._closing = world.Event()
         self._newer_at = world.monotonic()  # when the members changed last
         self._asked_at: float | None = None
@@ -186,6 +197,7 @@ class Regrouping:
             self._member.put_out()  # the view that put this rank out was skipped: this newer one was there first
         began_at = world.monotonic()
         progress = self._member.freeze()
+        told: Sequence[int] = [] if self._own is None else self._own.freeze()
         joins = progress.step < 0
         if joins and self._channel.rank not in view.joined:  # it was too late for the view that let it in
             late = "returns: it was let in, and the members changed before it was ready"
@@ -198,7 +210,7 @@ class Regrouping:
                 self._asked_at = None
                 membership.joins.answered(membership.connections.own())
                 self._events.let_in(view)
-            self._regroup(view, progress)
+            self._regroup(view, progress, told)
         except GroupsChanged:
             return
         self._report(view, world.monotonic() - began_at)
@@ -261,7 +273,7 @@ class Regrouping:
                 view.ranks,
             )
 
-    def _regroup(self, view: View, progress: MergeProgress) -> None:
+    def _regroup(self, view: View, progress: MergeProgress, told: Sequence[int]) -> None:
         channel = self._channel
         # the stages may be planned on some members and not yet on others
         own = torch.tensor(progress.encode(self._max_buckets), dtype=torch.int64)
@@ -275,6 +287,9 @@ class Regrouping:
             late = "returns: the members went on before its replica was let in"
             self._membership.leave(Leaving("returns", late), for_good=False)
             raise GroupsChanged
+        if self._own is not None:  # before anything is merged again: the next step's row says who takes part after it
+            known_of_own = channel.exchange(torch.tensor(told, dtype=torch.int64), view)
+            self._own.follow(view, [numbers.tolist() for numbers in known_of_own])
         telemetry = torch.empty(0)
         if way.completed is not None:
             telemetry = self._member.telemetry_of(way.completed)

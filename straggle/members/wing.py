@@ -14,6 +14,8 @@ from straggle.members.completion import MembersCompletion
 from straggle.members.elastic import ElasticChannel
 from straggle.members.healing import Healing
 from straggle.members.member import Member
+from straggle.members.own.group import LoopGroup, give_back, take_place
+from straggle.members.own.in_flight import InFlight
 from straggle.members.own_collectives import OwnCollectives
 from straggle.members.probe import Probes
 from straggle.members.put_out import PutOut
@@ -52,6 +54,8 @@ class Members(Wing):
         self.completion = MembersCompletion(rank, self.member)
         self.departure = self.member.notice
         self.comes_late = channel.comes_late
+        self.own: InFlight | None = None
+        self._group: LoopGroup | None = None
         self._probes = Probes(rank.stopwatch.now, self._tell_probe)
         self._own_collectives = OwnCollectives(channel.membership, known_s=_GONE_S)
         rank.stand_in.need_no_room()  # a rank that is far behind takes a state instead
@@ -79,10 +83,26 @@ class Members(Wing):
             vote.question = AskReplica(self.member, self.channel.membership)
         self.healing = healing = Healing(self.channel, self._rank, coordinator, self.member, module, state, source)
         events = MembershipEvents(healing.let_in, healing.leave_if_lost, on_changed, healing.is_back)
-        self.regrouping = Regrouping(self.channel, self.member, events, max_buckets=max_buckets)
+        self.own = self._own_collectives_of_default_group()
+        self.regrouping = Regrouping(self.channel, self.member, events, max_buckets=max_buckets, own=self.own)
         self.healing.register({**put_out, **shared})
         if self.comes_late:
             self.member.put_out()
+
+    def _own_collectives_of_default_group(self) -> InFlight | None:
+        channel = self.channel
+        if channel.membership.inside.size > 1:  # its ranks know of their own shard's members
+            return None
+        own = InFlight(
+            channel.membership,
+            name=channel.name,
+            limit_s=channel.patience.outside_s,
+            give_up_s=channel.give_up_s,
+            ended=lambda: channel.ended,
+            drop=channel.drop,
+        )
+        self.member.lead(own)
+        return own
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -120,6 +140,10 @@ class Members(Wing):
     def built(self) -> None:
         """Follow the members, unless this rank has yet to ask to be let in."""
         self._own_collectives.begin(comes_late=self.comes_late)
+        if self.own is not None and (group := take_place(self.own)) is not None:
+            self._group = group
+            if not self.comes_late:
+                self.own.built(self.channel.membership.view)
         if not self.comes_late:
             self.regrouping.start()
 
@@ -177,6 +201,11 @@ class Members(Wing):
         """A healed rank has caught up by one step."""
         self.member.taken()
 
+    def left(self, current: Round) -> None:
+        """Collectives of the loop's own are those of the members that have made this step."""
+        if self.own is not None:
+            self.own.left(current.step)
+
     def last(self, current: Round) -> None:
         """Wait until it is known whether this rank's loop goes on."""
         notice = self.member.notice
@@ -211,6 +240,10 @@ class Members(Wing):
     def close(self) -> None:
         """End the thread that follows the members."""
         self._own_collectives.close(self.channel.uncaught)
+        if self.own is not None:
+            self.own.close()
+        if self._group is not None:
+            give_back(self._group)
         if self.member.notice.peers_go_on:
             self.channel.membership.ends_as_told()
         self.regrouping.close()

@@ -31,6 +31,7 @@ _OF_TORCH = str(Path(torch.__file__).parent) + "/"
 _OF_PYTHON = tuple({sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib")})
 _BRACKET = f"{_OF_STRAGGLE}backward/loop_hooks.py", "bracketed"
 _LOADERS = tuple(f"{_OF_STRAGGLE}{name}.py" for name in ("data/late_loader", "data/epochs", "loop/uneven"))
+_MEMBERS_GROUP = f"{_OF_STRAGGLE}members/own/"  # it stands in the place of torch's own
 _COLLECTIVES = f"{_OF_TORCH}distributed/distributed_c10d.py"
 
 
@@ -124,6 +125,9 @@ def _of_the_loop(frames: Sequence[Frame]) -> list[Frame]:
     """Without those that call torch for the user's code, to time it or as loaders: they wait for nothing themselves."""
     found = list[Frame]()
     for frame in frames:
+        if frame.file.startswith(_MEMBERS_GROUP):
+            found.clear()
+            continue
         if (frame.file, frame.function) != _BRACKET:
             if frame.file not in _LOADERS:
                 found.append(frame)

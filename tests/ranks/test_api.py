@@ -38,6 +38,7 @@ def test_public_names_are_pinned():
         "LastOwn",
         "LateHandling",
         "LateLoader",
+        "MembersChanged",
         "MembersReport",
         "Merge",
         "MicroBatches",

@@ -37,6 +37,7 @@ from straggle.merge.wire.groups import (
     gloo_group,
     is_of_peer,
     is_over,
+    job_group,
     messages_at_a_time,
     succeeds,
     time_limit_of,
@@ -110,10 +111,9 @@ class Channel:
                 "straggle needs a process group: launch with torchrun and call torch.distributed.init_process_group() "
                 "before StagedDataParallel(model)"
             )
-        parent = process_group or world.dist.group.WORLD
-        assert parent is not None
+        parent: dist.ProcessGroup = job_group(process_group or world.dist.group.WORLD)
         self.give_up_s, self.patience = give_up_s, Patience(give_up_s, self._time_limit_of(parent))
-        self.rank, self.world_size = world.dist.get_rank(parent), world.dist.get_world_size(parent)
+        self.rank, self.world_size = parent.rank(), parent.size()
         self.names = names or range(self.world_size)
         # compared by whoever publishes a merged step, with the lock of the merge
         self.epoch = 0  # number of the groups, which never change here

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,8 @@ from torch import Tensor
 from straggle import world
 from straggle.policies.merge_time import MESSAGES_AT_A_TIME, QUICK_AT_A_TIME, QUICK_S
 from straggle.waits import end_of, until
+
+Launched = TypeVar("Launched", bound="Launches")
 
 OWN_GROUP = "straggle"  # the description of its groups, in torch's records of collectives
 # of which some is in each error of gloo's transport, and of torch's about a peer that is gone or too slow
@@ -45,6 +47,19 @@ class Group(Protocol):
 
     def drop(self) -> None:
         """Use it no more."""
+
+
+class Launches(Protocol):
+    """What was launched in a group at once."""
+
+    @property
+    def works(self) -> Sequence[dist.Work]:
+        """Each of it."""
+
+
+def job_group(group: dist.ProcessGroup | None) -> Any:
+    """The group that a job began with, in place of a default group whose ranks change."""
+    return getattr(group, "of_job", group)
 
 
 class JobGroup:
@@ -167,6 +182,12 @@ class GlooGroup(GlooCollectives):
         """
         # over a copy: the stand-in may launch one meanwhile
         self._works.difference_update([work for work in tuple(self._works) if work.is_completed()])
+
+    def launch(self, begin: Callable[[Any], Launched]) -> Launched:
+        """Launch other collectives than the three: ``begin(group)`` says which were."""
+        begun = begin(self._group)
+        self._works.update(begun.works)
+        return begun
 
     def _launched(self, work: dist.Work) -> dist.Work:
         # held until it is over, as the group must be: gloo works on it whether or not anybody waits

@@ -400,7 +400,7 @@ WAYS = {  # by its kind, what a wait is called on; `straggle/waits.py` says when
     "an event that ends or wakes a thread": {"wait": {"_closing", "_stopping", "_wake", "_turn"}},
     "a collective": {
         "wait": {"work", "_work", "local", "all_gather()", "all_reduce()", "send()", "recv()"}
-        | {"channel", "_channel", "self", "_completion"}
+        | {"channel", "_channel", "self", "_completion", "_calls", "barrier()"}
     },
     "a device": {"wait": {"_device"}},
     "an answer": {"result": {"_answer", "answer", "launched", "_launch()", "ahead", "submit()"}},
