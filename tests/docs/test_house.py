@@ -185,7 +185,7 @@ BUDGET = {
     "integrations": 1020,
     "lab": 5080,
     "links": 980,
-    "loop": 2250,
+    "loop": 2330,
     "members": 6650,
     "merge": 9560,
     "observe": 4560,
