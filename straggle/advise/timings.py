@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 
 from straggle.backward.stages import shares_of
 from straggle.observe.numbers.link_spells import LinkSpell, link_spells
-from straggle.observe.numbers.reader import Trace, Watched, files_of
+from straggle.observe.numbers.reader import Trace, Watched, files_of, num_warmup_steps
 from straggle.observe.numbers.replicas import Replicas
 from straggle.observe.numbers.run import Array
-from straggle.observe.warmup import num_warmup_steps
 from straggle.observe.watch.file import FOLDER
 from straggle.observe.watch.job import DATA_PARALLEL
 from straggle.policies.rank_links import links_of

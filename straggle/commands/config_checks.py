@@ -1,4 +1,8 @@
-"""A configuration is built once before there are ranks, so that what its parts refuse is reported once."""
+"""What is done with a configuration before there are ranks.
+
+It is built once, so that what its parts refuse is reported once. Configurations are made from one another, of a method
+or of a scenario. One that is not the user's own, such as that of a run to repeat, may build only what is known.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import os
 import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from straggle.extras import needs_extra
@@ -14,11 +19,11 @@ from straggle.extras import needs_extra
 with needs_extra("train"):
     from hydra.utils import get_class, instantiate
     from omegaconf import DictConfig, ListConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
 from straggle.backward.stages import plan_stages
-from straggle.commands.config_parts import of_method
-from straggle.commands.config_schema import ConfigurationError, check_at_least, check_values, check_work
+from straggle.commands.config_schema import ConfigurationError, check_at_least, check_values, check_work, option
 from straggle.data.rebalance import Rebalance, check_shares
 from straggle.lab.build import build_estimator, build_faults, build_members, build_optimizer, stages_of
 from straggle.lab.sharding import Sharded
@@ -146,3 +151,88 @@ def _check_arguments(key: str, part: DictConfig) -> dict[str, Any]:
     if unknown := arguments.keys() - (taken := inspect.signature(get_class(part._target_)).parameters).keys():
         raise ConfigurationError(f"unknown key {key}.{min(unknown)}; {key} has {', '.join(taken)}")
     return arguments
+
+
+# -- made from one another
+
+
+def of_method(config: DictConfig, name: str) -> DictConfig:
+    """``config`` with the parts that the method ``name`` of ``compare`` replaces, and without the methods."""
+    own = OmegaConf.to_container(config.methods[name], resolve=True)
+    assert isinstance(own, dict)
+    merged = OmegaConf.masked_copy(config, [str(key) for key in config if key != "methods"])  # the copy takes its time
+    OmegaConf.set_struct(merged, False)
+    for key, part in own.items():
+        if key != "job":
+            replaces = not isinstance(part, dict) or "_target_" in part
+            merged[key] = part if replaces else OmegaConf.merge(merged[key], part)
+    return merged
+
+
+def of_scenario(config: DictConfig, name: str) -> DictConfig:
+    """``config`` under the faults of this name, with a separate folder for its files.
+
+    Faults that have a pace get ``config``'s.
+    """
+    merged = config.copy()
+    OmegaConf.set_struct(merged, False)
+    merged.faults = option("faults", name)
+    if "pace" in merged.faults and "pace" in config.faults:
+        merged.faults.pace = config.faults.pace
+    merged.run_dir = str(Path(config.run_dir) / name)
+    return merged
+
+
+def slows_ranks(config: DictConfig) -> bool:
+    """Whether there are faults beside the pace; all ranks have the pace."""
+    return bool(build_faults(config).keys() - {"pace"})
+
+
+# -- of others: which classes it may build
+
+
+def check_targets(config: DictConfig, own: DictConfig, where: str) -> None:
+    """Raise `ConfigurationError` if a configuration that is not the user's own builds what it should not.
+
+    It may build classes of this project and of ``torch.optim``, and classes that this run's ``own`` configuration
+    names.
+    """
+    try:
+        theirs, ours = (OmegaConf.to_container(each, resolve=True) for each in (config, own))
+    except OmegaConfBaseException as error:
+        raise ConfigurationError(f"{where}: {str(error).splitlines()[0]}") from None
+    trusted = {target for _, target in _targets(ours, "")}
+    for key, target in _targets(theirs, ""):
+        if target in trusted:
+            continue
+        module = _module_of(target)
+        if not f"{module}.".startswith(("straggle.", "torch.optim.")):
+            unknown = module is None and target.startswith("straggle.")
+            raise ConfigurationError(
+                f"{where}: {key}={target}: only classes of straggle and torch.optim are built from there; if you trust "
+                f"this one, name it on the command line too: {key}={target}"
+                + ("; this version of straggle has none of that name: repeat a run with its own version" * unknown)
+            )
+
+
+def _targets(config: Any, key: str) -> Iterator[tuple[str, str]]:
+    """The keys that name what is built, and the names."""
+    parts = config.items() if isinstance(config, dict) else enumerate(config) if isinstance(config, list) else ()
+    for name, part in parts:
+        at = f"{key}.{name}" if key else str(name)
+        if name == "_target_":
+            yield at, str(part)
+        yield from _targets(part, at)
+
+
+def _module_of(target: str) -> str | None:
+    """The module that defines a class, which straggle or ``torch.optim`` may only import; ``None`` for other classes.
+
+    Imports nothing else. ``None``, too, if there is no such class.
+    """
+    if not target.startswith(("straggle.", "torch.optim.")):
+        return None
+    try:
+        return str(get_class(target).__module__)
+    except Exception:
+        return None

@@ -14,8 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from straggle.commands import durable
 from straggle.commands.agreement import on_all_ranks
+from straggle.commands.config_checks import check_targets
 from straggle.commands.config_schema import ConfigurationError
-from straggle.commands.trusted_targets import check_targets
 from straggle.data.rebalance import Rebalance
 from straggle.lab.jobs import StagedJob
 from straggle.observe.recording import DecisionWriter, file_of, read_recording

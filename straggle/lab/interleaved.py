@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from straggle.lab.jobs import Job
 from straggle.observe.numbers.intervals import Interval
-from straggle.observe.warmup import num_warmup_steps
+from straggle.observe.numbers.reader import num_warmup_steps
 from straggle.policies.ddp_time import DdpPrediction
 
 

@@ -15,11 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from straggle import world
-from straggle.links.addresses import own_address
 from straggle.links.network_event import LongMerge
 from straggle.links.ping import RESOLUTION_S, PingServer, ask_progress, measure
-from straggle.links.ping_places import PingPlaces
-from straggle.links.ping_plan import DISTANCES, every_s, is_turn, largest_bytes, peers_of
+from straggle.links.ping_plan import DISTANCES, PingPlaces, every_s, is_turn, largest_bytes, own_address, peers_of
 from straggle.merge.wire.store import JobStore, StoreUnreachable, default_store
 from straggle.policies.merge_time import Link
 from straggle.policies.rank_links import ROUNDS, RankLink, Way, best_ways, others_link, others_links, rank_links

@@ -28,9 +28,9 @@ def cases_of(table: object) -> list[Case]:
 
 # what a run shows, and help; they refuse nothing
 SHOWN = {
+    "__main__.py",
     "advise/words.py",
     "commands/train_elastic.py",
-    "commands/words.py",
     "lab/comparison.py",
     "observe/findings.py",
 }

@@ -121,3 +121,11 @@ def _as_record(
     seconds = max(line["seconds"] for line in lines)
     step = {"step": lines[0]["step"], "seconds": seconds, "network_s": network_s, "deadline_s": None}
     return {**step, "ranks": ranks, "stages": stages}
+
+
+# -- the first steps, in which caches, deadlines and shares warm up: step times leave them out
+
+
+def num_warmup_steps(num_steps: int) -> int:
+    """The number of these steps in a run: a tenth of its steps, at most ten."""
+    return min(num_steps // 10, 10)

@@ -16,10 +16,9 @@ from omegaconf import OmegaConf
 from straggle.observe.members import read_members
 from straggle.observe.numbers.fairness import Fairness, fairness_of
 from straggle.observe.numbers.link_spells import LinkSpell, link_spells
-from straggle.observe.numbers.reader import TRACE, files_of
+from straggle.observe.numbers.reader import TRACE, files_of, num_warmup_steps
 from straggle.observe.numbers.replicas import Replicas
 from straggle.observe.stuck import read_stuck
-from straggle.observe.warmup import num_warmup_steps
 from straggle.policies.ddp_time import DdpPrediction
 from straggle.policies.rank_links import RankLink
 from straggle.report import CAUSES, MembersReport, RankReport, StageReport, StepReport, StuckReport

@@ -13,8 +13,16 @@ import numpy as np
 import plotly.graph_objects as go  # type: ignore[import-untyped]
 
 from straggle.observe.numbers.run import Array, Run
-from straggle.observe.page.cells import ABSENT, MAX_ROWS, cells_of
-from straggle.observe.page.series import MAX_POINTS, cumulative, mean_of_known, running_mean, thinned
+from straggle.observe.page.points import (
+    ABSENT,
+    MAX_POINTS,
+    MAX_ROWS,
+    cells_of,
+    cumulative,
+    mean_of_known,
+    running_mean,
+    thinned,
+)
 from straggle.report import PHASES, RankReport, StepReport
 
 BLUE, VERMILLION = "#0072B2", "#D55E00"

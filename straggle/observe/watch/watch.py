@@ -12,12 +12,13 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from straggle import world
 from straggle.backward.clocks import moment
 from straggle.backward.hooks import ModuleHook
 from straggle.backward.loop_hooks import around_collectives, around_loads, around_steps
@@ -26,7 +27,6 @@ from straggle.observe.watch.file import ALL, FOLDER, WatchFile
 from straggle.observe.watch.job import Job, job_of, units_of
 from straggle.observe.watch.pauses import PauseDetector
 from straggle.observe.watch.steps import Recorder, StepTimes
-from straggle.observe.watch.waits import bracket_waits
 
 
 def watch(model: nn.Module, run_dir: str | Path = "runs/watch") -> Watch:
@@ -173,3 +173,49 @@ def _plan(module: nn.Module, named: list[tuple[str, nn.Parameter]], finished: li
     seen = list(dict.fromkeys(finished))
     order = [*seen, *sorted(set(range(len(named))) - set(seen), reverse=True)]
     return plan_stages(module, None, order, named=named)
+
+
+Around: TypeAlias = Callable[[Callable[[], Any]], Any]
+
+
+def bracket_waits(module: nn.Module, around: Around) -> list[Bracket]:
+    """From here on each such function is called by ``around``, until the brackets are removed."""
+    from torch.distributed import _functional_collectives
+
+    places: list[tuple[Any, str]] = [(_functional_collectives, "wait_tensor")]
+    if units := units_of(module):
+        from straggle.source.fsdp2 import waits_of  # imports what FSDP2 does
+
+        places += waits_of(units)
+    return [Bracket(owner, name, around) for owner, name in places]
+
+
+class Bracket:
+    """Stands in the place of the attribute ``name`` of a module or an object, which it does not keep alive."""
+
+    def __init__(self, owner: Any, name: str, around: Around) -> None:
+        self._owner, self._name = weakref.ref(owner), name
+        self._around: Around | None = around
+        self._process = world.process()
+        self._before: Any = vars(owner).get(name)  # None: what its class has
+        setattr(owner, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._before or getattr(type(self._owner()), self._name).__get__(self._owner())
+        if self._around is None or torch.compiler.is_compiling() or world.process() != self._process:
+            return call(*args, **kwargs)
+        return self._around(lambda: call(*args, **kwargs))
+
+    def remove(self) -> None:
+        """Put back what was there; if another bracket stands around this one, let this one do nothing."""
+        self._around = None
+        owner = self._owner()
+        if owner is None or vars(owner).get(self._name) is not self:
+            return
+        before = self._before
+        while isinstance(before, Bracket) and before._around is None:  # it was removed earlier
+            before = before._before
+        if before is None:
+            delattr(owner, self._name)
+        else:
+            setattr(owner, self._name, before)

@@ -8,9 +8,9 @@ from training import TINY
 from straggle import LateHandling
 from straggle.advise.answer import configured_late_handling
 from straggle.commands.config import load
+from straggle.commands.config_checks import check_targets
 from straggle.commands.config_schema import ConfigurationError
 from straggle.commands.replaying import decisions_of, recorded
-from straggle.commands.trusted_targets import check_targets
 
 
 def replay_of(tmp_path, changed, *own):

@@ -14,12 +14,12 @@ from pages import a_rank, a_step, content_of, write_run
 from straggle import StepReport
 from straggle.advise.answer import answer
 from straggle.commands.result import finish
+from straggle.observe.console import LastSteps
 from straggle.observe.numbers.reader import Trace
 from straggle.observe.numbers.replicas import Replicas
 from straggle.observe.numbers.run import run_of
 from straggle.observe.numbers.summary import summarize
 from straggle.observe.page.page import write_report
-from straggle.observe.waited_for import LastSteps
 from straggle.policies.ddp_time import DdpStep
 
 

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from straggle.backward.stages import plan_stages
-from straggle.observe.watch.stage_ends import StageEnds
+from straggle.observe.watch.steps import StageEnds
 
 PLAN = plan_stages(nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), 3)
 ALL = [index for stage in PLAN.stages for index in stage.parameters]

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from pages import a_rank, a_step
 
-from straggle.observe.waited_for import LastSteps
+from straggle.observe.console import LastSteps
 from straggle.policies.ddp_time import DdpStep
 
 CALM = [a_rank(number) for number in range(4)]

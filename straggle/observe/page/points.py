@@ -1,4 +1,4 @@
-"""The heat map of ranks by steps as numbers and words: what is missing in a cell, and why."""
+"""What figures draw, as numbers and words: the heat map of ranks by steps, which says what is missing, and series."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from straggle.observe.numbers.run import Array, Run
-from straggle.observe.page.series import MAX_POINTS
 from straggle.report import CAUSES, PHASES
 
+MAX_POINTS = 600  # of a line
 MAX_ROWS = 96
 NO_DATA, ABSENT = -1.0, -2.0
 _MAX_CELLS = 16_000
@@ -109,3 +109,42 @@ def _missing_text(causes: Sequence[str]) -> str:
 def _nonfinite_text(nonfinite: Array) -> str:
     number = int(np.nansum(nonfinite))
     return f"<br>gradients that were not finite: {number}" if number else ""
+
+
+# -- series: no more points than pixels, and unknown values left out
+
+
+def cumulative(seconds: Array) -> tuple[Array, Array]:
+    """The values in order, and the share of values that are at most each of them; thinned."""
+    known = np.sort(seconds[np.isfinite(seconds)])
+    share = np.arange(1, len(known) + 1) / max(1, len(known))
+    kept = np.unique(np.linspace(0, len(known) - 1, min(len(known), MAX_POINTS)).round().astype(int))
+    return known[kept], share[kept]
+
+
+def thinned(x: Array, y: Array) -> tuple[Array, Array]:
+    """At most `MAX_POINTS` points: means over equal numbers of neighbours, so that sums do not change."""
+    size = math.ceil(len(x) / MAX_POINTS)
+    if size == 1:
+        return x, y
+    starts = range(0, len(x), size)
+    middle = np.array([x[at : at + size].mean() for at in starts])
+    return middle, np.array([mean_of_known(y[at : at + size], axis=0) for at in starts])
+
+
+def running_mean(values: Array, length: int) -> Array:
+    """At each place, the mean of the last ``length`` known values."""
+    known = np.isfinite(values)
+    sums, counts = (np.concatenate([[0.0], np.cumsum(row)]) for row in (np.where(known, values, 0.0), known))
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(0, ends - length)
+    count = counts[ends] - counts[starts]
+    return np.asarray(np.divide(sums[ends] - sums[starts], count, out=np.full(len(values), np.nan), where=count > 0))
+
+
+def mean_of_known(values: Array, axis: int) -> Array:
+    """The mean of the known values; NaN if there are none."""
+    known = np.isfinite(values)
+    count = known.sum(axis=axis)
+    total = np.where(known, values, 0.0).sum(axis=axis)
+    return np.asarray(np.divide(total, count, out=np.full(np.shape(total), np.nan), where=count > 0))
