@@ -21,7 +21,7 @@ from straggle.parallel import StagedDataParallel
 from straggle.policies.deadline import check_count
 
 Batch = TypeVar("Batch")
-_KEPT = (
+KEPT = (
     "num_workers",
     "pin_memory",
     "timeout",
@@ -97,7 +97,7 @@ class DealtLoader(Generic[Batch]):
             batch_sampler=self._epochs.sampler,
             collate_fn=collate,
             persistent_workers=loader.num_workers > 0,  # it begins again wherever shares change
-            **{name: getattr(loader, name) for name in _KEPT},
+            **{name: getattr(loader, name) for name in KEPT},
         )
 
     @property

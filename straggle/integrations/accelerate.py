@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +23,22 @@ import torch
 from torch import nn
 
 from straggle.extras import needs_extra
+from straggle.integrations.member_data import MemberLoader
 from straggle.integrations.options import Accumulation, take_options, wrapped
+from straggle.merge.rows.step_record import StepRecord
 from straggle.parallel import StagedDataParallel
 
 with needs_extra("accelerate"):
     from accelerate import Accelerator
-    from accelerate.utils import DistributedType
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType, send_to_device
 
 _DDP_KINDS = ("MULTI_CPU", "MULTI_GPU")
 
 
 class StagedAccelerator(Accelerator):
-    """``accelerate.Accelerator``; it also takes ``stages``, ``deadline``, ``estimator``, ``late_handling``, ``merge``
-    and ``links``.
+    """``accelerate.Accelerator``; it also takes ``stages``, ``deadline``, ``estimator``, ``late_handling``, ``merge``,
+    ``links`` and ``members``.
 
     A model that is prepared for training on several processes is a `StagedDataParallel`; on one process nothing
     changes.
@@ -45,12 +48,23 @@ class StagedAccelerator(Accelerator):
     its end: clipping, the optimizer's step and ``zero_grad`` come after the block. In the block they raise, or do
     nothing. Accelerate's optimizers step with the last micro-batch only, so that these lines need no condition.
 
+    With ``members`` the first loader that is prepared is the one that is trained on: each sample comes once an epoch,
+    to a rank that is there. Any other loader has all of its data on each rank, and `gather_for_metrics` gives back what
+    it is given. ``num_processes`` and ``process_index`` are of those that made the last step, so ``is_main_process`` is
+    true for the lowest of them, which alone saves. A process that comes to a running job has its state from the others
+    when ``prepare`` returns; its loop has no batches in the epochs that were complete before, in which no process of it
+    is the main one. `wait_for_everyone` waits for nobody: ranks meet in their next step.
+
     ``save_state`` writes ``straggle_MODEL_RANK.pt`` of each rank beside the other files, and ``load_state`` reads it if
-    called before the first step. Raises ``ValueError`` for DeepSpeed, FSDP and other kinds that do not use DDP.
+    called before the first step. Raises ``ValueError`` for DeepSpeed, FSDP and other kinds that do not use DDP, and
+    with ``members`` for ``gradient_accumulation_steps`` and a loader whose samples cannot be dealt.
     """
 
     def __init__(self, *positional: Any, **words: Any) -> None:
-        self._staged_options = take_options(words)
+        self._staged_options = take_options(words, members=True)
+        self._follows = "members" in self._staged_options
+        self._trained_on: MemberLoader | None = None
+        self._came_late = False
         self._staged: list[StagedDataParallel] = []
         self._accumulation, self._fed = Accumulation(), _Fed()
         super().__init__(*positional, **words)
@@ -58,12 +72,94 @@ class StagedAccelerator(Accelerator):
             raise ValueError(
                 f"StagedAccelerator takes the place of DDP, and this job is of kind {self._kind}: use Accelerator"
             )
+        self._follows &= self.use_distributed
+        if self._follows and self.gradient_accumulation_steps > 1:
+            raise ValueError(
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps}, and members=: samples are dealt from "
+                "step to step, in one batch each; leave it out, and give the loader a larger batch_size"
+            )
         self.register_save_state_pre_hook(self._save_staged)
         self.register_load_state_pre_hook(self._load_staged)
 
     @property
     def _kind(self) -> str:
         return str(DistributedType(self.distributed_type).name)
+
+    def prepare(self, *objects: Any, **words: Any) -> Any:
+        """Prepare as the base class does. With ``members`` a process that comes late waits here for its state."""
+        num_before = len(self._staged)
+        prepared = super().prepare(*objects, **words)
+        if self._follows and len(self._staged) > num_before:
+            self._begin(self._staged[-1])
+        return prepared
+
+    def _begin(self, model: StagedDataParallel) -> None:
+        """Of this model's members, which registers all that was prepared."""
+        if len(self._staged) > 1:
+            raise ValueError("members= is for one model: prepare the others with evaluation_mode=True")
+        if self._trained_on is None:
+            raise ValueError(
+                "members= needs the loader that is trained on, in the same call: prepare(model, ..., loader)"
+            )
+        self._trained_on.begin(model)
+        model.register_step_hook(self._count_members)
+        named = {f"optimizer{number}": own for number, own in enumerate(self._optimizers)}
+        named |= {f"scheduler{number}": own for number, own in enumerate(self._schedulers)}
+        self._came_late = bool(model.register_state(**named, loader=self._trained_on))
+        self.register_for_checkpointing(self._trained_on)
+
+    def _count_members(self, record: StepRecord) -> None:
+        """What Accelerate knows of the job is what the step's members know of it, in each step the same on all."""
+        present = [rank.rank for rank in record.report.ranks if not rank.absent]
+        known = {"num_processes": len(present)} if present else {}
+        if (own := self._staged[0].rank) in present:
+            known["process_index"] = present.index(own)
+        PartialState._shared_state.update(known)
+        AcceleratorState._shared_state.update(known)
+
+    def prepare_data_loader(self, data_loader: Any, *positional: Any, **words: Any) -> Any:
+        """Prepare as the base class does, or as this class says for ``members``."""
+        if not self._follows or getattr(data_loader, "_is_accelerate_prepared", False):
+            return super().prepare_data_loader(data_loader, *positional, **words)
+        if self._trained_on is None:
+            self._trained_on = MemberLoader(data_loader, place=lambda batch: send_to_device(batch, self.device))
+            return self._trained_on
+        known = {**PartialState._shared_state}
+        PartialState._shared_state.update(num_processes=1, process_index=0)
+        AcceleratorState._shared_state.update(num_processes=1, process_index=0)
+        try:
+            return super().prepare_data_loader(data_loader, *positional, **words)
+        finally:
+            PartialState._shared_state.update(known)
+            AcceleratorState._shared_state.update(known)
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this process is to save and to print: with ``members`` the lowest that made the last step."""
+        skips = self._trained_on is not None and self._trained_on.catches_up
+        return bool(super().is_main_process) and not skips
+
+    def wait_for_everyone(self) -> None:
+        """As the base class; with ``members`` it waits for nobody, and ranks meet in their next step."""
+        if not self._follows:
+            super().wait_for_everyone()
+
+    def gather_for_metrics(self, input_data: Any, *positional: Any, **words: Any) -> Any:
+        """As the base class; with ``members`` this rank has evaluated all of the data, and has all of it already."""
+        return input_data if self._follows else super().gather_for_metrics(input_data, *positional, **words)
+
+    def save_state(self, *positional: Any, **words: Any) -> Any:
+        """As the base class; with ``members`` the main process alone saves, and the others wait in their next step."""
+        if not self._follows:
+            return super().save_state(*positional, **words)
+        if not self.is_main_process:
+            return None
+        with self._staged[0].pause() if self._staged else nullcontext():
+            return super().save_state(*positional, **words)
+
+    def load_state(self, *positional: Any, **words: Any) -> Any:
+        """As the base class; a process that has come to a running job has the newer state of the others already."""
+        return None if self._came_late else super().load_state(*positional, **words)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -135,7 +231,7 @@ class StagedAccelerator(Accelerator):
 
     def _save_staged(self, _models: list[nn.Module], _weights: list[Any], folder: str) -> None:
         for number, staged in enumerate(self._staged):
-            torch.save(staged.straggle_state(), self._state_file(folder, number))
+            torch.save(staged.straggle_state(own=not self._follows), self._state_file(folder, number))
 
     def _load_staged(self, _models: list[nn.Module], folder: str) -> None:
         for number, staged in enumerate(self._staged):
@@ -145,7 +241,7 @@ class StagedAccelerator(Accelerator):
 
     def _state_file(self, folder: str, number: int) -> Path:
         """The state file of one rank and one of its models."""
-        return Path(folder) / f"straggle_{number}_{self.process_index}.pt"
+        return Path(folder) / f"straggle_{number}_{0 if self._follows else self.process_index}.pt"
 
 
 class _Fed:

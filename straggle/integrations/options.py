@@ -15,11 +15,14 @@ from straggle.step import Step
 OPTIONS = ("stages", "deadline", "estimator", "late_handling", "merge", "links")
 
 
-def take_options(words: dict[str, Any]) -> dict[str, Any]:
+def take_options(words: dict[str, Any], *, members: bool = False) -> dict[str, Any]:
     """Take the options of `StagedDataParallel` out of ``words``, a framework's keyword arguments, and return them.
 
-    Raises ``ValueError`` for ``members``: the frameworks gather from all ranks by themselves, also from absent ones.
+    Raises ``ValueError`` for ``members`` unless it is one of them: other frameworks gather from all ranks by
+    themselves, also from absent ones.
     """
+    if members and words.get("members") is not None:
+        return {name: words.pop(name) for name in (*OPTIONS, "members") if name in words}
     if words.get("members") is not None:
         raise ValueError(
             "members=Elastic() is for a loop of your own: this trainer's own collectives would wait for absent ranks"

@@ -111,6 +111,15 @@ ELSEWHERE = {
     "so there are none: write members=Elastic()": (
         "tests/commands/test_spares.py::test_job_that_trains_with_all_ranks_or_none_has_no_spare"
     ),
+    "dealt from step to step, in one batch each; leave it out, and give the loader a larger batch_size": (
+        "tests/ranks/test_accelerate.py::test_what_members_do_not_go_with_is_told_what_to_do"
+    ),
+    "members= needs the loader that is trained on": (
+        "tests/ranks/test_accelerate.py::test_what_members_do_not_go_with_is_told_what_to_do"
+    ),
+    "prepared without the model: give both to one call of prepare()": (
+        "tests/ranks/test_accelerate.py::test_what_members_do_not_go_with_is_told_what_to_do"
+    ),
     "no checkpoint in {}: start without resume=true first": (
         "tests/ranks/test_checkpoint.py::test_loading_what_is_not_there_is_refused"
     ),

@@ -180,9 +180,9 @@ def test_name_that_the_package_has_not_is_an_error_with_the_name() -> None:
 BUDGET = {
     "advise": 1860,
     "backward": 2320,
-    "commands": 5180,
+    "commands": 5200,
     "data": 1600,
-    "integrations": 1020,
+    "integrations": 1210,
     "lab": 5080,
     "links": 980,
     "loop": 2330,

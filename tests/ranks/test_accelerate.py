@@ -261,3 +261,40 @@ def refused(rank):
 
 def test_what_is_refused_is_told_what_to_do():
     assert run_forked(refused, NUM_RANKS, timeout_s=120) == [True] * NUM_RANKS
+
+
+def refused_with_members(rank):
+    """What each says, and the words of one that follows it."""
+    as_launched(rank)
+    import straggle
+    from straggle.integrations.accelerate import StagedAccelerator
+
+    said = []
+    with pytest.raises(ValueError, match="leave it out") as accumulates:
+        StagedAccelerator(cpu=True, members=straggle.Elastic(), gradient_accumulation_steps=4)
+    said.append(str(accumulates.value))
+    accelerator = StagedAccelerator(cpu=True, members=straggle.Elastic())
+    loader = DataLoader(TensorDataset(torch.zeros(8, 2)), batch_size=2)
+    with pytest.raises(ValueError, match="prepare") as alone:
+        accelerator.prepare(nn.Linear(2, 2))
+    said.append(str(alone.value))
+    with pytest.raises(RuntimeError, match="give both to one call") as apart:
+        iter(accelerator.prepare(loader)).__next__()
+    said.append(str(apart.value))
+    accelerator = StagedAccelerator(cpu=True, members=straggle.Elastic())
+    model, loader = accelerator.prepare(nn.Linear(2, 2), loader)  # as they say
+    with pytest.raises(ValueError, match="evaluation_mode=True") as two:
+        accelerator.prepare(nn.Linear(2, 2))
+    said.append(str(two.value))
+    assert not isinstance(accelerator.prepare_model(nn.Linear(2, 2), evaluation_mode=True), type(model))
+    for (x,) in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).square().mean())
+    model.close()
+    return said, model.last_report.step
+
+
+def test_what_members_do_not_go_with_is_told_what_to_do():
+    for said, last in run_forked(refused_with_members, NUM_RANKS, timeout_s=120):
+        assert len(said) == 4
+        assert last == 1

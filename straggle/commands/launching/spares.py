@@ -27,6 +27,7 @@ from straggle.waits import NowAndThen
 
 _ON_S, _OFF_S = 0.02, 0.08  # of a spare that loads
 _LOOK_S = 1.0
+_QUIET_S = 5.0  # after one has taken a place, for the members to give it their state, before another one loads
 _END_S = 2.0  # for those that are not needed to end
 _LONGEST = 4096
 
@@ -106,13 +107,22 @@ class Spares:
     """
 
     def __init__(
-        self, number: int, node: Node, rules: RestartRules, say: Callable[[str], None], no_use: Callable[[], str]
+        self,
+        number: int,
+        node: Node,
+        rules: RestartRules,
+        say: Callable[[str], None],
+        no_use: Callable[[], str],
+        *,
+        quiet_s: float = _QUIET_S,
     ) -> None:
+        self._quiet_s = quiet_s
         self._number, self._node, self._rules, self._say, self._no_use = number, node, rules, say, no_use
         self._spares: list[Spare] = []  # under the lock
         self._closing = False  # under the lock
         self._lock = threading.Lock()
-        self._numbers, self._restarts, self._due_at = count(), 0, 0.0  # by the thread
+        self._due_at = 0.0  # when the next one may be started; under the lock
+        self._numbers, self._restarts = count(), 0  # by the thread
         self._wakes, self._woken = os.pipe()
         self._thread = threading.Thread(target=self._run, name="straggle-spares", daemon=True)
 
@@ -128,6 +138,7 @@ class Spares:
             spare = next((own for own in self._spares if own.is_ready), self._spares[0])
             self._spares.remove(spare)
             spare.process.send_signal(signal.SIGCONT)
+            self._due_at = max(self._due_at, time.monotonic() + self._quiet_s)
         os.write(self._woken, b" ")
         return spare
 
@@ -174,11 +185,11 @@ class Spares:
             with self._lock:
                 if self._closing:
                     return
-                spares = list(self._spares)
+                spares, is_due = list(self._spares), time.monotonic() >= self._due_at
                 loading = [spare for spare in spares if not spare.is_ready]
                 for spare in loading:  # never one that an agent has taken
                     spare.process.send_signal(signal.SIGCONT if runs else signal.SIGSTOP)
-            if len(spares) < self._number and not loading and time.monotonic() >= self._due_at:
+            if len(spares) < self._number and not loading and is_due:
                 self._begin()
                 runs = True
                 continue
@@ -234,5 +245,7 @@ class Spares:
             self._number = 0
             self._say(f"{what}, and there will be none: {then.why}")
             return
-        self._restarts, self._due_at = then.restarts, time.monotonic() + then.delay_s
+        self._restarts = then.restarts
+        with self._lock:
+            self._due_at = time.monotonic() + then.delay_s
         self._say(f"{what}; another one is started in {then.delay_s:g} s")

@@ -1,0 +1,85 @@
+"""`MemberLoader`: what a framework's loop is trained on if ranks may leave and come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from straggle.data.dealt_loader import KEPT, order_of
+from straggle.data.epochs import Epochs
+from straggle.parallel import StagedDataParallel
+
+
+class MemberLoader:
+    """A training loader that deals each sample once an epoch to the ranks that are there, from `begin` on.
+
+    ``loader`` is what one process would have; its ``batch_size`` is that of one rank. Each iteration is an epoch, as
+    the loop counts them from 0: one that was complete before this process came to the job, or before its checkpoint,
+    has no batches. ``place(batch)`` is called with each batch, to move it to the device.
+
+    ``catches_up``: the loop is in such an epoch. Raises ``ValueError`` for a loader whose samples cannot be dealt.
+    """
+
+    def __init__(self, loader: DataLoader[Any], *, seed: int = 0, place: Callable[[Any], Any]) -> None:
+        self._given, self._order, self._place = loader, order_of(loader, seed), place
+        self._num_begun = 0  # iterations
+        self.catches_up = False
+        self.epochs: Epochs | None = None
+        self._loader: DataLoader[Any] | None = None
+
+    def begin(self, model: StagedDataParallel) -> None:
+        """Deal to the ranks of this model."""
+        given, dataset = self._given, self._given.dataset
+        assert given.batch_size is not None
+        self._per_step = model.world_size * given.batch_size
+        self.epochs = epochs = Epochs(
+            model,
+            num_samples=len(dataset),  # type: ignore[arg-type]
+            batch_size=given.batch_size,
+            seed=self._order.seed,
+            shuffle=self._order.shuffle,
+        )
+        self._loader = DataLoader(
+            dataset,
+            batch_sampler=epochs.sampler,
+            collate_fn=given.collate_fn,
+            persistent_workers=given.num_workers > 0,
+            **{name: getattr(given, name) for name in KEPT},
+        )
+
+    @property
+    def dataset(self) -> Any:
+        """That of the loader."""
+        return self._given.dataset
+
+    def __len__(self) -> int:
+        """Steps of an epoch, if all ranks are there."""
+        return -(-len(self.dataset) // self._per_step)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The rest of the running epoch, or nothing."""
+        epochs, loader = self._dealt()
+        number, self._num_begun = self._num_begun, self._num_begun + 1
+        self.catches_up = number < epochs.number
+        if not self.catches_up:
+            for batch in epochs.batches(loader):
+                yield self._place(batch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is this epoch, as the loop counts them."""
+        self._num_begun = epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run, or a rank that comes back, needs; also one of another number of ranks."""
+        return self._dealt()[0].state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there. Raises ``ValueError`` for the state of other data."""
+        self._dealt()[0].load_state_dict(state)
+
+    def _dealt(self) -> tuple[Epochs, DataLoader[Any]]:
+        if self.epochs is None or self._loader is None:
+            raise RuntimeError("this loader was prepared without the model: give both to one call of prepare()")
+        return self.epochs, self._loader

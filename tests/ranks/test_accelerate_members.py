@@ -1,0 +1,129 @@
+"""`StagedAccelerator(members=Elastic())` under `straggle launch`: a rank is killed in the second epoch."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch_jobs import loaded_launch
+
+pytestmark = [
+    pytest.mark.slow,  # accelerate takes its seconds to load
+    pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed"),
+]
+EPOCHS, SAMPLES, BATCH, KILLED_IN = 3, 150, 4, 5  # the number of a step of the second epoch
+SAVED_AFTER = 16  # step: the fourth of that epoch
+
+# a usual script; `tell` leaves what it has done
+SCRIPT = f"""\
+import hashlib, json, os, signal, sys, time
+from pathlib import Path
+import torch
+from accelerate.utils import set_seed
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import straggle
+from straggle.integrations.accelerate import StagedAccelerator
+
+victim, resume = int(sys.argv[1]), sys.argv[2:]
+accelerator = StagedAccelerator(cpu=True, members=straggle.Elastic(), deadline=straggle.FixedDeadline(60.0))
+rank, start = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+told = open(f"told.{{rank}}.{{start}}", "w", buffering=1)
+tell = lambda *what: print(json.dumps(what), file=told)
+set_seed(5)
+model = nn.Linear(6, 3)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=200)
+x = torch.randn({SAMPLES}, 6, generator=torch.Generator().manual_seed(1))
+train = DataLoader(TensorDataset(torch.arange({SAMPLES}), x, x[:, :3]), batch_size={BATCH}, shuffle=True)
+held_out = DataLoader(TensorDataset(x[:50], x[:50, :3]), batch_size={BATCH})
+model, optimizer, train, scheduler, held_out = accelerator.prepare(model, optimizer, train, scheduler, held_out)
+if resume:
+    accelerator.load_state(resume[0])
+for epoch in range({EPOCHS}):
+    for number, (ids, a, b) in enumerate(train):
+        if (rank, start, epoch, number) == (victim, 0, 1, {KILLED_IN}):
+            tell("killed")
+            os.kill(os.getpid(), signal.SIGKILL)
+        with accelerator.accumulate(model):
+            tell("has", ids.tolist())
+            accelerator.backward(nn.functional.mse_loss(model(a), b))
+            time.sleep(0.02)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        report = model.last_report
+        gave = [own.rank for own in report.ranks if own.reach == 1 and not own.absent and not own.idle]
+        tell("step", report.step, epoch, gave, accelerator.num_processes, accelerator.is_main_process)
+        if report.step == {SAVED_AFTER} and not resume:
+            accelerator.save_state("middle")
+    with torch.no_grad():
+        loss = torch.cat([accelerator.gather_for_metrics(model.module(a) - b) for a, b in held_out])
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        tell("evaluated", epoch, len(loss))
+        accelerator.save_state(f"checkpoint{{epoch}}")
+parameters = [own.detach().numpy().tobytes() for own in accelerator.unwrap_model(model).parameters()]
+tell("end", hashlib.sha256(b"".join(parameters)).hexdigest(), scheduler.get_last_lr())
+"""
+
+
+def told_by(folder: Path) -> dict[tuple[int, int], list[list[Any]]]:
+    """By rank and start, what each process of the job has done."""
+    files = {tuple(map(int, path.name.split(".")[1:])): path for path in folder.glob("told.*")}
+    return {(place[0], place[1]): [*map(json.loads, path.read_text().splitlines())] for place, path in files.items()}
+
+
+def merged(told: dict[tuple[int, int], list[list[Any]]]) -> dict[int, tuple[int, Counter[int]]]:
+    """By step, its epoch and the samples that were merged in it."""
+    steps = dict[int, tuple[int, Counter[int]]]()
+    for (rank, _), lines in told.items():
+        for had, made in pairwise(lines):
+            if had[0] == "has" and made[0] == "step" and rank in made[3]:
+                steps.setdefault(made[1], (made[2], Counter()))[1].update(had[1])
+    return steps
+
+
+def samples_of(steps: dict[int, tuple[int, Counter[int]]], epoch: int) -> Counter[int]:
+    counted = Counter[int]()
+    for number, samples in steps.values():
+        counted += samples if number == epoch else Counter()
+    return counted
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_rank_that_is_killed_comes_back_and_each_sample_counts_once_an_epoch(victim: int, tmp_path: Path) -> None:
+    (tmp_path / "worker.py").write_text(SCRIPT)
+    with loaded_launch("--nproc-per-node=3", "--spares=1", "worker.py", victim, folder=tmp_path) as job:
+        assert job.status() == 0, job.log.read_text()
+    told = told_by(tmp_path)
+    assert told.pop((victim, 0))[-1] == ["killed"]
+    assert set(told) == {(rank, int(rank == victim)) for rank in range(3)}
+    assert len({json.dumps(lines[-1]) for lines in told.values()}) == 1  # parameters and learning rate at the end
+    told = told_by(tmp_path)
+    steps = merged(told)
+    for epoch in range(EPOCHS):
+        assert samples_of(steps, epoch) == Counter(range(SAMPLES))
+    lines = [line for own in told.values() for line in own]
+    assert sorted(line[1:] for line in lines if line[0] == "evaluated") == [[epoch, 50] for epoch in range(EPOCHS)]
+    assert {line[4] for line in lines if line[0] == "step"} == {2, 3}  # as many processes as there are
+    for step in steps:
+        assert sum(line[5] for line in lines if line[:2] == ["step", step]) == 1  # one of them is the main one
+
+    # and a run of two ranks goes on from the middle of the second epoch
+    again = tmp_path / "again"
+    again.mkdir()
+    (again / "worker.py").write_text(SCRIPT)
+    with loaded_launch("--nproc-per-node=2", "worker.py", -1, tmp_path / "middle", folder=again) as job:
+        assert job.status() == 0, job.log.read_text()
+    before = samples_of({step: steps[step] for step in steps if step <= SAVED_AFTER}, 1)
+    resumed = merged(told_by(again))
+    assert 0 < before.total() < SAMPLES
+    assert before + samples_of(resumed, 1) == Counter(range(SAMPLES))
+    assert samples_of(resumed, 0) == Counter()
+    assert samples_of(resumed, 2) == Counter(range(SAMPLES))
