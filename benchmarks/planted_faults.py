@@ -78,9 +78,9 @@ MERGE = [
     Fault(
         "stand-in-ends-unheard",
         "merge/late/stand_in.py",
-        "                self._training.stop_up_to(self._merging.step)\n"
+        "                self._training.stops.up_to(self._merging.step)\n"
         "                self._merging.step_merged.notify_all()\n",
-        "                self._training.stop_up_to(self._merging.step)\n",
+        "                self._training.stops.up_to(self._merging.step)\n",
     ),
     Fault(
         "end-wakes-only-the-stand-in",

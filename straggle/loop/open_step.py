@@ -228,7 +228,7 @@ class OpenStep(PassWatcher):
         self.settle()
         if self.step is None or self.stopped or self.idle or self.failed or not self.rule.by_clock:
             return False
-        merged = self._merge(self.step, truncated=self._training.is_stopped(self._training.step))
+        merged = self._merge(self.step, truncated=self._training.stops.has(self._training.step))
         if not self._again(merged):
             self._now.merged_inside(merged)
             self.step.merged()
@@ -523,7 +523,7 @@ class OpenStep(PassWatcher):
             return
         if (self._complete_microbatches or self._now.at_once) and self.in_pass:
             return
-        if self._now.stays and self._training.asked_step < self._training.step:
+        if self._now.stays and self._training.stops.asked_step < self._training.step:
             return
         stops = self._now.rule.stops(self._now.num_checks) and (self._now.idle or self.may_stop)
         if self._vote is not None:

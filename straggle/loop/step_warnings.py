@@ -57,7 +57,7 @@ class StepWarnings:
             self.once("fruitless", f"rank {self._channel.name}, step {merged.step}: {words}")
         if self._num_empty >= 0:
             self._count_empty(merged)
-        if self._training.num_collectives and self._is_first and self._looks_left:
+        if self._training.collectives.number and self._is_first and self._looks_left:
             self._tell_collectives(merged.step)
         if self._is_first and not merged.table.is_usual and (nonfinite := merged.table.nonfinite_ranks()):
             step = merged.step - int(max(merged.table.column("counts_behind")))
@@ -70,7 +70,7 @@ class StepWarnings:
         if not self._coordinator.is_planned or self._coordinator.deadline.waits_for_all:
             return
         self._looks_left -= 1
-        if (lines := self._called_in(self._training.collectives.begun)) != []:
+        if (lines := self._called_in(self._training.collectives.has_begun.begun)) != []:
             self._looks_left = 0
             self.once("collectives", f"step {step}: {meets_in_block(lines or ())}")
 

@@ -15,12 +15,13 @@ class ByClock(StopRule):
     """
 
     def __init__(self, training: TrainingSide) -> None:
-        self._training = training
+        self._training, self._stops = training, training.stops
 
     def stops(self, num_checks: int) -> bool:  # noqa: ARG002
         """Whether the stand-in asked for it."""
-        training = self._training
-        return (training.stop_step >= training.step or training.asked_step >= training.step) and training.leaves
+        step, stops = self._training.step, self._stops
+        # first: it is asked at each gradient, and nearly never stopped
+        return (stops.step >= step or stops.asked_step >= step) and self._training.leaves
 
 
 class NoData(StopRule):
@@ -34,4 +35,4 @@ class NoData(StopRule):
 
     def stops(self, num_checks: int) -> bool:  # noqa: ARG002
         """At once."""
-        return not self._training.gathers
+        return not self._training.collectives.gathers

@@ -77,7 +77,7 @@ class Member:
     def is_out_for_work(self) -> bool:
         """Whether it is no member because its work takes too long, and may show that it does no more."""
         left = self._membership.chain.left
-        return self.is_out and left is not None and left.kind == "slow" and not self._rank.training.gathers
+        return self.is_out and left is not None and left.kind == "slow" and not self._rank.training.collectives.gathers
 
     @property
     def is_in_step(self) -> bool:
@@ -177,7 +177,7 @@ class Member:
         merging.restore(repair.step)
         self._last_taken_at = self._came_in_at = repair.step
         merging.begin_now(self._rank.stopwatch.now())
-        training.stop_up_to(view.step - 1)
+        training.stops.up_to(view.step - 1)
         if repair.num_launched:
             self._rank.rounds.begin(training, merging)
         self._rank.stand_in.give_nothing(True)
@@ -209,7 +209,7 @@ class Member:
             merging.restore(merging.step)
             self._rank.ring.clear()
             self._rank.stand_in.rest()
-            self._rank.training.stop_up_to(sys.maxsize)
+            self._rank.training.stops.up_to(sys.maxsize)
             if self.slow is not None:
                 self.slow.begin_anew()
             merging.step_merged.notify_all()
@@ -268,7 +268,7 @@ class Member:
             if self.is_out:  # it was put out meanwhile, and walks on
                 return
             # it takes no part in a step that the stand-in has submitted meanwhile either: its work there is not merged
-            training.stop_only_up_to(max(step - 1, merging.step if merging.submitted else merging.step - 1))
+            training.stops.only_up_to(max(step - 1, merging.step if merging.submitted else merging.step - 1))
             for number in [number for number in ring if number < step]:
                 del ring[number]
             deadline.restore(history)
@@ -295,7 +295,7 @@ class Member:
         """The training thread goes through the step that it is about to enter, though nothing of it is merged."""
         with self._lock:
             if self.is_out:
-                self._rank.training.probe()
+                self._rank.training.stops.probe(self._rank.training.step)
 
     # -- the ranks of a replica, after each merged step; on the training thread
 
@@ -472,7 +472,7 @@ class Member:
         self._rank.merging.take_part_from(sys.maxsize)
         self._rank.ring.clear()
         self._tables, self._catch_up = [], None
-        self._rank.training.stop_up_to(sys.maxsize)
+        self._rank.training.stops.up_to(sys.maxsize)
         self._rank.stand_in.give_nothing(True)
 
     def _ring_is_full(self) -> bool:

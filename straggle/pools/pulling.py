@@ -150,7 +150,7 @@ class Pulling(Wing):
 
     def _is_stopped(self) -> bool:
         training = self._rank.training
-        return training.is_stopped(training.step)
+        return training.stops.has(training.step)
 
     def _pool(self, of_pool: PoolWeights) -> Pool:
         num_parts, drawn = len(of_pool.weights), True

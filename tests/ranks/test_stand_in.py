@@ -209,10 +209,10 @@ def test_stand_in_asks_shortly_before_the_deadline_and_stops_the_rank_when_it_is
     stand_in, training, _, _ = at_begin_of_step(clock, channel)
     clock[0] = 10.985
     assert acts(stand_in)
-    assert (channel.asked, training.is_stopped(0)) == ([0], False)
+    assert (channel.asked, training.stops.has(0)) == ([0], False)
     clock[0] = 11.0
     assert acts(stand_in)
-    assert (channel.asked, training.is_stopped(0)) == ([0], True)
+    assert (channel.asked, training.stops.has(0)) == ([0], True)
 
 
 @pytest.mark.parametrize(("deadline_s", "grace_s", "given"), [(0.08, 0.008, None), (0.7, 0.05, None), (0.08, 0.3, 0.3)])
@@ -222,7 +222,7 @@ def test_rank_is_stood_in_for_when_the_grace_of_its_deadline_is_over(deadline_s,
     clock[0] = 10.0 + deadline_s
     acts(stand_in)  # it asks
     acts(stand_in)
-    assert training.is_stopped(0)
+    assert training.stops.has(0)
     clock[0] = 10.0 + deadline_s + 1.001 * grace_s
     assert stand_in._act(lambda: submitted.append(clock[0]), pytest.fail)
     assert submitted == clock
@@ -244,7 +244,7 @@ def test_fewer_ranks_than_the_quorum_stop_nobody():
     for now in (10.985, 11.0, 11.1):
         clock[0] = now
         acts(stand_in)
-    assert (channel.asked, training.is_stopped(0)) == ([0, 0, 0], False)
+    assert (channel.asked, training.stops.has(0)) == ([0, 0, 0], False)
 
 
 def test_stand_in_keeps_an_answer_until_the_step_is_merged():

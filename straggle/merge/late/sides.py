@@ -51,6 +51,95 @@ class Entry(NamedTuple):
     replans: bool = False
 
 
+class Stops:
+    """Which steps the training thread is to leave.
+
+    ``step``: every one up to this; by whoever merges, with the lock. ``asked_step``: the same, by any thread, a signal
+    handler included: it cannot take the lock, and must not lose what is in ``step``. ``probes``: the thread takes no
+    part in its step, and goes through it all the same, to time its own work.
+    """
+
+    def __init__(self) -> None:
+        self.step = self.asked_step = -1
+        self.probes = False
+
+    def ask(self, step: int) -> None:
+        """Ask it to leave this step; by any thread."""
+        self.asked_step = step  # one number, set at once
+
+    def up_to(self, step: int) -> None:
+        """Ask it to leave every step up to this one."""
+        # only upwards: the other thread may have asked for a later one
+        self.step = max(self.step, step)
+
+    def only_up_to(self, step: int) -> None:
+        """It may go on with the steps after this one."""
+        self.step = self.asked_step = step
+
+    def not_in(self, step: int) -> None:
+        """It is to go on with this step, whatever it was asked by a merge of that."""
+        self.step = min(self.step, step - 1)
+
+    def probe(self, step: int) -> None:
+        """This step is none of its peers', and it is to go through it."""
+        self.only_up_to(step - 1)  # what it was asked before is about steps of its peers
+        self.probes = True
+
+    def taken(self) -> None:
+        """It has left a step, and comes to the next one."""
+        if self.probes:
+            self.probes = False
+            self.up_to(sys.maxsize)
+
+    def has(self, step: int) -> bool:
+        """Whether it was asked to leave this step by whoever merges."""
+        return self.step >= step
+
+
+class OwedCollectives:
+    """The loop's own collectives: those that this rank ``has_begun``, and those that its peers have.
+
+    A step is not left before the rank has begun those of its peers: they would wait for it, and its next ones would
+    meet those. ``number``: in the last step; ``gathers``: there were some in any step.
+    """
+
+    def __init__(self, has_begun: LoopCollectives) -> None:
+        self.has_begun = has_begun  # in the open step
+        self.number = 0
+        self.gathers = False
+        self._usual = 0  # in the last step that was not cut short
+        self._owed: dict[int, int] = {}  # by step, those of peers who have finished it; by the stand-in
+
+    def left(self, *, complete: bool) -> None:
+        """The training thread's work for its step is over; ``complete``: it went through all of it."""
+        self.number = self.has_begun.number
+        if self.number:
+            self.gathers = True
+        if complete:
+            self._usual = self.number
+
+    def owe(self, step: int, number: int) -> None:
+        """Peers that have finished the step have begun so many in it."""
+        if number:
+            self._owed[step] = number
+
+    def taken(self, step: int) -> None:
+        """The step is over."""
+        self._owed.pop(step, None)  # otherwise it would grow by one for each step in which this rank was late
+
+    def forget(self) -> None:
+        """The rank goes on in another step."""
+        self._owed.clear()
+
+    def has_those_of_peers(self, step: int) -> bool:
+        """Whether this rank has begun those that its peers have."""
+        return step not in self._owed or self.has_begun.number >= self._owed[step]
+
+    def has_usual(self) -> bool:
+        """Whether this rank has begun those of its last step, for want of a word of its peers."""
+        return not self._usual or self.has_begun.number >= self._usual
+
+
 class TrainingSide:
     """Where the training thread is. It alone writes here, but for what the comments name.
 
@@ -76,17 +165,10 @@ class TrainingSide:
         # appended to without the lock, which costs too much for each micro-batch: a reader may see one less
         self.microbatch_s: list[float] = []  # when each was finished
         self.overrun_s = 0.0  # emptied by whoever submits
-        self.collectives = collectives or LoopCollectives()
-        self.num_collectives = 0  # that the loop itself began in the last step
-        self.gathers = False  # it did so in any step
-        self._usual_collectives = 0  # the same of the last step that was not cut short
-        self._owed: dict[int, int] = {}  # by step, those that peers have begun who have finished it; by the stand-in
+        self.collectives = OwedCollectives(collectives or LoopCollectives())
         self.stopwatch = stopwatch
         self._made_at = stopwatch.now()
-        self.stop_step = -1  # it is to leave every step up to this one; by whoever merges
-        # the same, by any thread, a signal handler included. It cannot take the lock, and must not lose what is above
-        self.asked_step = -1
-        self.probes = False  # it takes no part in its step, and goes through it all the same, to time its own work
+        self.stops = Stops()
 
     # -- the training thread
 
@@ -100,12 +182,7 @@ class TrainingSide:
         self.clock_from = merging.merged_at if self.came_late and merging.step == self.step else now
         self.passes, self.weight = EqualPasses(entry.num_microbatches), 1.0
         self.cost, self.microbatch_s = math.nan, []
-        self.collectives.begin()
-
-    def probe(self) -> None:
-        """It is about to enter a step that is none of its peers', and is to go through it."""
-        # what it was asked before is about steps of its peers
-        self.probes, self.stop_step, self.asked_step = True, self.step - 1, self.step - 1
+        self.collectives.has_begun.begin()
 
     def keep(self, kept: int) -> None:
         """The mark of the gradients that it keeps is decided."""
@@ -139,11 +216,7 @@ class TrainingSide:
     def leave(self, *, merges: bool, truncated: bool = False) -> None:
         """Its work for its step is over; ``merges``: it has submitted that itself, and merges it."""
         self.taking = merges
-        self.num_collectives = self.collectives.number
-        if self.num_collectives:
-            self.gathers = True
-        if not (truncated or self.entry.idle):
-            self._usual_collectives = self.num_collectives
+        self.collectives.left(complete=not (truncated or self.entry.idle))
 
     def fail(self) -> None:
         """Its own code raised, or the estimator's."""
@@ -155,14 +228,11 @@ class TrainingSide:
             self.overrun_s += now - max(current.record.merged_at, self.applied_at)
         self.applied_at = now
         self.came_late = not self.taking
-        # of a step that is over; otherwise it would grow by one for each step in which this rank was late
-        self._owed.pop(self.step, None)
+        self.collectives.taken(self.step)
         self.step += 1
         self.entered_at = None
         self.taking = False
-        if self.probes:
-            self.probes = False
-            self.stop_up_to(sys.maxsize)
+        self.stops.taken()
 
     def pause(self, now: float) -> None:
         """The loop pauses, between two steps."""
@@ -175,11 +245,12 @@ class TrainingSide:
     def restore(self, step: int) -> None:
         """It goes on from another run, or from another rank's state, with ``step``."""
         self.step = step
-        self._owed.clear()
+        self.collectives.forget()
 
     def make_again(self, step: int) -> None:
         """What was merged as ``step`` was none: it is still to be made, and not to be left because of that merge."""
-        self.step, self.stop_step = step, min(self.stop_step, step - 1)
+        self.step = step
+        self.stops.not_in(step)
 
     def is_in(self, step: int) -> bool:
         """Whether it is in this step, or by its rule was when the step was submitted."""
@@ -199,14 +270,14 @@ class TrainingSide:
 
     @property
     def leaves(self) -> bool:
-        """Whether it is to leave its step here, because it is late or was asked to; needs no lock.
+        """Whether it may leave its step here, which it is late in or was asked to leave; needs no lock.
 
-        Not before it has begun the collectives that its peers have begun: they would wait for it, and its next ones
-        would meet those. A rank that was only asked has no word of its peers, but has those of its last step.
+        Not before it has begun the collectives that its peers have begun. A rank that was only asked has no word of its
+        peers, but has those of its last step.
         """
-        if self.stop_step >= self.step:
-            return self.step not in self._owed or self.collectives.number >= self._owed[self.step]
-        return not self._usual_collectives or self.collectives.number >= self._usual_collectives
+        if self.stops.has(self.step):
+            return self.collectives.has_those_of_peers(self.step)
+        return self.collectives.has_usual()
 
     # -- any thread
 
@@ -228,32 +299,13 @@ class TrainingSide:
 
     def stop(self) -> None:
         """Ask it to leave the step that it is in or enters next."""
-        # one number, set at once: a signal handler cannot take the lock
-        self.asked_step = self.step
+        self.stops.ask(self.step)
 
     # -- whoever merges
 
     def merged(self, current: Round) -> None:
         """A step is merged: it is to leave that, and comes to take it."""
-        # only upwards: the other thread may have asked for a later one
-        self.stop_step = max(self.stop_step, current.step)
-
-    def owe(self, step: int, num_collectives: int) -> None:
-        """Peers that have finished the step have begun so many collectives of the loop's own in it."""
-        if num_collectives:
-            self._owed[step] = num_collectives
-
-    def stop_up_to(self, step: int) -> None:
-        """Ask it to leave every step up to this one."""
-        self.stop_step = max(self.stop_step, step)
-
-    def stop_only_up_to(self, step: int) -> None:
-        """It may go on with the steps after this one."""
-        self.stop_step = self.asked_step = step
-
-    def is_stopped(self, step: int) -> bool:
-        """Whether it was asked so."""
-        return self.stop_step >= step
+        self.stops.up_to(current.step)
 
     def take_overrun_s(self) -> float:
         """Seconds that it was still in steps that were merged without it, since this was last asked."""

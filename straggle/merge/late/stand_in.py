@@ -206,7 +206,7 @@ class StandIn:
         """The job ends here: the training thread raises this."""
         # before anybody is woken: whoever wakes asks for it
         self.error, self._closing = error, True
-        self._training.stop_up_to(sys.maxsize)
+        self._training.stops.up_to(sys.maxsize)
         self._wakes.notify()
         self._merging.step_merged.notify_all()
 
@@ -229,7 +229,7 @@ class StandIn:
                 self._merging.lock.release()
         else:
             self.error, self._closing = error, True
-            self._training.stop_up_to(sys.maxsize)
+            self._training.stops.up_to(sys.maxsize)
 
     def merged(self, current: Round) -> None:
         """A step is merged, and the deadline of the next one is decided."""
@@ -250,7 +250,7 @@ class StandIn:
                 if not isinstance(error, PeerFailed | SystemExit):  # the training thread raises these
                     _log.error("rank %d: its stand-in ended, no thread submits for it: %r", self._channel.name, error)
                 # it may be waiting for a step that nobody merges now, or computing one: both come to an end
-                self._training.stop_up_to(self._merging.step)
+                self._training.stops.up_to(self._merging.step)
                 self._merging.step_merged.notify_all()
 
     def _act(self, submit_for_stuck: Callable[[], Round], complete: Callable[[Round], None]) -> bool:
@@ -271,7 +271,7 @@ class StandIn:
                     changed, self._posted_stuck_s = stuck_s != self._posted_stuck_s, stuck_s
                     self._unposted = self._unposted and not finished
                 case Stop():
-                    self._training.stop_up_to(step)
+                    self._training.stops.up_to(step)
                 case GiveBack():
                     self._give_back()
                 # with the lock of the decision: in between the training thread might have come back, and submit itself
@@ -286,7 +286,7 @@ class StandIn:
             self._note_answer(step, waits=waits, owed=self._channel.num_collectives(step) if waits else 0)
         elif isinstance(action, Post):
             if action.finished:
-                self._channel.post_finished(step, self._training.num_collectives)
+                self._channel.post_finished(step, self._training.collectives.number)
             if changed:
                 self._channel.post_doing(words and words + self._place())
         return not isinstance(action, End)
@@ -307,7 +307,7 @@ class StandIn:
             if step != self._merging.step:
                 return
             if waits and owed is not None:
-                self._training.owe(step, owed)
+                self._training.collectives.owe(step, owed)
                 self._waited_since = self._stopwatch.now()
             else:
                 self._asked_at = self._stopwatch.now()
@@ -347,7 +347,7 @@ class StandIn:
             taking=training.taking,
             clock_from=self._clock_from(now) + self._more_s(),
             busy_since=training.applied_at if training.entered_at is None else training.entered_at,
-            stopped=training.is_stopped(merging.step),
+            stopped=training.stops.has(merging.step),
             merged_at=merging.merged_at,
             any_late=merging.any_late,
             submitted=merging.submitted,

@@ -185,7 +185,7 @@ class Coordinator:
         """End the stand-in, and leave word for the peers."""
         # first of all: after it no other thread launches anything, or reads what is closed below
         self._stand_in.close()
-        self.training.collectives.forget()
+        self.training.collectives.has_begun.forget()
         if not self._channel.has_failed:  # or its device may never come to them
             self._rank.device_numbers.close(self._channel.rank)
         if self._rounds.watch is not None:
@@ -396,7 +396,7 @@ class Coordinator:
         if current is not None:
             if posts:
                 # before hooks of the user's: peers that wait for a quorum should not wait for them
-                self._channel.post_finished(current.step, self.training.num_collectives)
+                self._channel.post_finished(current.step, self.training.collectives.number)
             for hook in tuple(self._submit_hooks.values()):
                 hook(current.step)
             # without the lock, as any wait for a peer: the stand-in has to be able to see that this is long

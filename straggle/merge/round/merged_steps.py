@@ -142,7 +142,7 @@ class MergedSteps:
         """What a step comes to for a rank that takes no part in it."""
         rank, now = self._rank, self._rank.stopwatch.now()
         current = rank.rounds.empty(step)
-        current.merged_without(probed=rank.training.probes)
+        current.merged_without(probed=rank.training.stops.probes)
         self._ended_s = rank.deadline.seconds, rank.deadline.shadow_s
         since_s = now - rank.training.applied_at
         current.recorded(self._recorded(current, since_s if math.isfinite(since_s) else 0.0, now), {})

@@ -88,7 +88,7 @@ class Submission:
             self._complete(current, current.add_beside(own))
         now = self._submit(current, own, {}, NOTHING_GIVEN)
         # after the submission: a training thread that leaves before that would submit its own part
-        self._rank.training.stop_up_to(current.step)
+        self._rank.training.stops.up_to(current.step)
         return now
 
     def _complete(self, current: Round, indices: Sequence[int]) -> None:
@@ -189,7 +189,7 @@ class Submission:
             merge_s=merging.merge_s,
             num_microbatches=max(1, passes.number),
             microbatch_s=tuple(training.microbatch_s) if in_step else (),
-            gathers=training.gathers,
+            gathers=training.collectives.gathers,
             joins_over=training.no_more_after(merging.step, stood_in=current.stood_in),
             without_store=not rank.channel.store.reachable,
             state=state,

@@ -97,7 +97,7 @@ def test_rank_is_stopped_by_the_clock_of_its_device():
     rank.at(BEGAN_AT + 0.03).acts()  # asks
     rank.acts()
     assert rank.channel.asked == [0]
-    assert rank.training.is_stopped(0)
+    assert rank.training.stops.has(0)
 
 
 def test_peers_hear_that_a_rank_has_finished_when_its_device_has():
