@@ -1,4 +1,4 @@
-"""The ways that are drawn for contributors, of a gradient and of a view: each name is one of the code, in that file."""
+"""The ways that are drawn for contributors, of a gradient, a step's end and a view: each name is one of the code, in that file."""
 
 import ast
 import re
@@ -9,14 +9,15 @@ from repository import ROOT
 PAGE = (ROOT / "docs" / "how-it-works.md").read_text()
 _STATION = re.compile(r"^  ([A-Z]\w+)\.(\w+) .*?(\w+(?:/\w+)+\.py)$", re.MULTILINE)
 WAYS = {
-    title: PAGE.partition(f"## {title}\n")[2].partition("\n## ")[0] for title in ("A gradient's way", "A view's way")
+    title: PAGE.partition(f"## {title}\n")[2].partition("\n## ")[0]
+    for title in ("A gradient's way", "A step's end", "A view's way")
 }
 STATIONS = [station for way in WAYS.values() for station in _STATION.findall(way)]
 
 
-def test_both_ways_are_drawn():
+def test_all_ways_are_drawn():
     numbers = {title: len(_STATION.findall(way)) for title, way in WAYS.items()}
-    assert numbers == {"A gradient's way": 6, "A view's way": 8}
+    assert numbers == {"A gradient's way": 6, "A step's end": 8, "A view's way": 8}
 
 
 @pytest.mark.parametrize(("kind", "method", "path"), STATIONS, ids=[f"{kind}.{name}" for kind, name, _ in STATIONS])

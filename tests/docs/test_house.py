@@ -187,7 +187,7 @@ BUDGET = {
     "links": 980,
     "loop": 2330,
     "members": 6650,
-    "merge": 9560,
+    "merge": 9640,
     "observe": 4560,
     "policies": 2750,
     "pools": 1040,
