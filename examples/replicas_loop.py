@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import straggle
+from straggle.observe.numbers.goodput import Uses
 
 
 def main() -> None:
@@ -30,6 +31,8 @@ def main() -> None:
     model = straggle.StagedDataParallel(net, members=straggle.Elastic(min_ranks=1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     first = model.register_state(optimizer=optimizer)  # 0, or the step that the other replica is in
+    uses = Uses()
+    model.register_step_hook(lambda record: uses.add(record.report))
     if rank == 0:
         model.register_members_hook(lambda report: print(f"step {report.step}: {report}", flush=True))
 
@@ -44,6 +47,8 @@ def main() -> None:
 
     size = float(sum(parameter.detach().to_local().norm() for parameter in net.parameters()))
     print(f"rank {rank}: trained from step {first} on, size of its shards {size:.6f}", flush=True)
+    if rank == 0:
+        print(f"goodput {uses.goodput().share:.1%}; lost to: {uses.goodput().lost()}", flush=True)
     model.close()
 
 

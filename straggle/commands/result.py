@@ -17,6 +17,7 @@ from straggle.commands import durable
 from straggle.extras import remedy
 from straggle.lab.jobs import StagedJob
 from straggle.observe.console import print_table
+from straggle.observe.numbers.goodput import Goodput, goodput_of
 from straggle.observe.numbers.registry import NUMBERS
 from straggle.observe.numbers.replicas import Replicas
 from straggle.observe.numbers.summary import summarize
@@ -26,7 +27,7 @@ _LESS = 0.85  # of an equal share, or below: that is no noise
 _NAMED = 3  # ranks
 _OF_RUN = (
     *(f"{of}_seconds_{which}" for of in ("step", "ddp") for which in ("median", "mean")),
-    *("dropped_share", "fairness", "fairness_input_stage", "depth_bias", "loss", "validation_loss"),
+    *("goodput", "dropped_share", "fairness", "fairness_input_stage", "depth_bias", "loss", "validation_loss"),
 )
 _log = logging.getLogger(__name__)
 
@@ -57,7 +58,8 @@ def finish(
     if not reports:
         sys.stdout.write("nothing left to train: the checkpoint has all steps already\n")
         return
-    summary = summarize(reports, scores, hashes, job.samples_per_step * job.ranks_per_replica)
+    goodput = goodput_of(run_dir)
+    summary = summarize(reports, scores, hashes, job.samples_per_step * job.ranks_per_replica, goodput)
     try:
         durable.write_text(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
     except OSError as error:
@@ -97,6 +99,7 @@ def _print(summary: dict[str, Any], run_dir: Path, replicas: Replicas, shares: S
             (label[f"step_seconds_{which}"], shown[f"step_seconds_{which}"], f"{under} {shown[f'ddp_seconds_{which}']}")
             for which in ("median", "mean")
         ),
+        (label["goodput"], shown["goodput"], Goodput(summary["goodput_seconds"]).lost()),
         (label["dropped_share"], shown["dropped_share"], _shares(summary["dropped_share_per_rank"], replicas)),
         (label["late"], _late(summary), _counts(summary, replicas)),
         (f"{label['fairness']} (1: all the same)", shown["fairness"], _least(summary, "", of)),

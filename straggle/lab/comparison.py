@@ -33,6 +33,7 @@ FIELDS = {
     "step_time_ratio": described("`seconds` divided by DDP's"),
     "step_time_ratio_interval": described("its 95 % bootstrap interval over turns"),
     "dropped_share": NUMBERS["dropped_share"].field(stable=False),
+    "goodput": described("the useful part of the steps' time; null for a method whose steps straggle does not merge"),
     "validation_loss": described("on held-out data, after `steps` steps", stable=True),
     "validation_accuracy": NUMBERS["validation_accuracy"].field(),
     "target_loss": described("DDP's final validation loss", stable=True),
@@ -100,6 +101,7 @@ class Comparison:
                 "step_time_ratio": step_time.value,
                 "step_time_ratio_interval": [step_time.low, step_time.high],
                 "dropped_share": one.timed.dropped_share(self.steps),
+                "goodput": one.timed.goodput(self.steps),
                 "validation_loss": last["loss"],
                 **({"validation_accuracy": last["accuracy"]} if "accuracy" in last else {}),
                 "target_loss": self.target,
@@ -146,7 +148,7 @@ class Comparison:
         """The table, with DDP's final validation loss as the target."""
         rows = [self._row(name, fields) for name, fields in self.results().items()]
         times = ("step, mean", "p95", "mean, over DDP's", "to DDP's loss", "over DDP's")
-        columns = ("", *times, "loss", "dropped", "replicas")
+        columns = ("", *times, "loss", "dropped", "goodput", "replicas")
         said = {"verdict": self.verdict(), "DDP's step, predicted from straggle's, of that measured": self.predicted()}
         print_table(title, columns, rows, {**{name: note for name, note in said.items() if note}, **notes})
 
@@ -162,6 +164,7 @@ class Comparison:
             "never" if to_loss is None else f"{to_loss:.1f} s",
             _text(self.time_to_loss(name)) if name != REFERENCE else "1",
             *(NUMBERS[own].shown(fields[own]) for own in ("validation_loss", "dropped_share")),
+            "" if fields["goodput"] is None else NUMBERS["goodput"].shown(fields["goodput"]),
             "identical" if fields["replicas_identical"] else "DIFFERENT",
         )
 

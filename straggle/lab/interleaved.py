@@ -11,6 +11,7 @@ from statistics import fmean, median, pstdev, quantiles
 import torch.distributed as dist
 
 from straggle.lab.jobs import Job
+from straggle.observe.numbers.goodput import Uses
 from straggle.observe.numbers.intervals import Interval
 from straggle.observe.numbers.reader import num_warmup_steps
 from straggle.policies.ddp_time import DdpPrediction
@@ -81,6 +82,13 @@ class TimedJob:
         steady = seconds[num_warmup_steps(len(seconds)) :]
         numbers = (median(steady), fmean(seconds)) if steady else (None, None)
         return dict(zip(("ddp_seconds_median", "ddp_seconds_mean"), numbers, strict=True))
+
+    def goodput(self, steps: int) -> float | None:
+        """The useful part of the first ``steps``' time; ``None`` for a method whose steps straggle does not merge."""
+        uses = Uses()
+        for record in self._records[:steps]:
+            uses.add(record.report)
+        return uses.goodput().share if self._records else None
 
     def dropped_share(self, steps: int) -> float:
         """Share of all gradient elements of the first ``steps`` that did not come in time."""

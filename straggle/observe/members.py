@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from straggle.observe.handed_on import HandedOnLines
-from straggle.observe.trace import read_trace
+from straggle.observe.trace import TIME, read_trace
 from straggle.parallel import StagedDataParallel
 from straggle.report import MembersReport, StepReport
 from straggle.schema import read
@@ -72,7 +72,8 @@ class HandedOnTrace:
         """One more step; whether this rank is the one that writes it."""
         writer = writer_of(report)
         if writer is not None:
-            self._lines.add(report.step, report.as_dict, writes=writer == self._rank)
+            at = time.time()
+            self._lines.add(report.step, lambda: report.as_dict() | {TIME: at}, writes=writer == self._rank)
         return writer == self._rank
 
     def close(self) -> None:

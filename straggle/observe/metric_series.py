@@ -12,6 +12,7 @@ with needs_extra("metrics"):
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
     from prometheus_client.metrics_core import Metric
 
+from straggle.observe.numbers.goodput import LOST, USES
 from straggle.report import CAUSES, CHANGE_KINDS, PHASES, RankReport, StepReport
 from straggle.schema import numbers_of
 
@@ -24,6 +25,11 @@ COUNTERS = {own.name: own.text for own in _DECLARED if own.kind == "counter"} | 
     "step_wait_for_all_seconds": "Predicted seconds of the same steps under DDP, with equal shares.",
     "untruncated_compute_seconds": "Seconds of this rank's own work in all steps, with the predicted time that "
     "it would have needed to finish those in which it was late.",
+    "goodput_seconds": "Seconds of this rank's steps, by what they were used for; useful over all is its goodput. "
+    + "; ".join(f"{name}: {text.replace('`', '')}" for name, text in LOST.items() if name != "no_step")
+    + ".",
+    "made_again_steps": "Attempts at steps that were discarded and made again, because micro-batches of their pools "
+    "were lost (step.pull with a seed).",
     "late_steps": "Steps in which this rank was late, by what it was doing then.",
     "made_late_steps": "Steps in which this rank's replica was late and waited for this rank; 0 if it is one rank.",
     "incomplete_steps": "Steps in which this rank's gradients are missing though it was not late. error: in a backward "
@@ -73,6 +79,7 @@ LABELS: dict[str, tuple[str, tuple[str, ...]]] = {
     for own in _DECLARED
     if own.label
 } | {
+    "goodput_seconds": ("use", tuple(use for use in USES if use != "no_step")),
     "phase_seconds": ("phase", (*PHASES, "wait", "network")),
     "late_steps": ("cause", PHASES),
     "incomplete_steps": ("cause", tuple(cause for cause in CAUSES if cause not in PHASES)),

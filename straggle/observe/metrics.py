@@ -28,6 +28,7 @@ from straggle.merge.wire.groups import backend_of
 from straggle.observe.members import writer_of
 from straggle.observe.metric_series import LABELS, Series
 from straggle.observe.metrics_endpoint import Endpoint, Security, Targets, check_port
+from straggle.observe.numbers.goodput import Uses
 from straggle.parallel import StagedDataParallel
 from straggle.policies.ddp_time import DdpPrediction
 from straggle.policies.rank_links import links_of
@@ -159,6 +160,7 @@ class StepMetrics:
         self._model = model
         self._samples_per_step = samples_per_step
         self._prediction = DdpPrediction()
+        self._uses = Uses()
         self._slow_links = SlowLinks()
         self._pinged = 0  # bytes that were counted
         self._counted = HealingReport()  # of what this rank took to take part again
@@ -173,6 +175,7 @@ class StepMetrics:
         own = report.ranks[self._rank]
         self._show_absent(report)
         self._count_healing()
+        self._count_uses(report)
         if own.absent:  # it had no part in the step, and knows nothing of it
             return
         if record.plan is not self._plan:
@@ -219,6 +222,13 @@ class StepMetrics:
         before, self._counted = self._counted, self._model.healing_report
         self._of("healing_seconds").inc(self._counted.seconds - before.seconds)
         self._of("healing_bytes").inc(self._counted.nbytes - before.nbytes)
+
+    def _count_uses(self, report: StepReport) -> None:
+        """Of the step before, because another attempt at that may have come."""
+        if before := self._uses.add(report):
+            for use, seconds in before[self._rank].items():
+                self._of("goodput_seconds", use).inc(seconds)
+        self._of("made_again_steps").inc(report.pool_attempts > 1)
 
     def _count_times(self, report: StepReport, own: RankReport) -> None:
         self._of("step_seconds").observe(report.seconds)

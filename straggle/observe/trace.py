@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from straggle.observe.lines import LineWriter, bytes_before, is_cut
 from straggle.report import StepReport
+
+TIME = "time"  # when the writer had a step, in seconds since 1970: of a line, and not of the report
 
 
 class TraceWriter:
@@ -22,8 +25,8 @@ class TraceWriter:
         self._file = LineWriter(path, keep_bytes=bytes_before(path, first_step) if first_step else 0)
 
     def write(self, report: StepReport) -> None:
-        """Add a step."""
-        self._file.write(json.dumps(report.as_dict()))
+        """Add a step, and when it ended."""
+        self._file.write(json.dumps(report.as_dict() | {TIME: time.time()}))
 
     def close(self) -> None:
         """Close the file."""

@@ -293,6 +293,7 @@ def test_replicas_example_goes_on_without_the_replica_whose_rank_dies(tmp_path: 
     printed = job.log.read_text()
     assert "replica 1 left: rank 3 of it: its process ended by SIGKILL" in printed
     assert "replica 1 joined: came back (2 of 2 replicas)" in printed
+    assert re.search(r"goodput \d+\.\d%; lost to: ", printed)
     sizes = sizes_of(printed)
     assert (sizes["0"], sizes["1"]) == (sizes["2"], sizes["3"])
 

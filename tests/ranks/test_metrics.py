@@ -34,6 +34,7 @@ from straggle.commands.config import load
 from straggle.commands.config_schema import ConfigurationError
 from straggle.observe.metrics import MetricsExporter, stage_labels
 from straggle.observe.metrics_endpoint import Endpoint, Security, Targets
+from straggle.observe.numbers.goodput import Uses
 from straggle.policies.ddp_time import DdpPrediction
 from straggle.report import PHASES
 
@@ -129,6 +130,11 @@ def test_counters_are_the_sums_of_the_reports_on_every_rank():
         }
         for name, value in expected.items():
             assert values(text, f"straggle_{name}") == {(): pytest.approx(value)}, name
+        uses = Uses()
+        done = [uses.add(report) for report in reports]  # the last step is not over, as far as this knows
+        for use, seconds in values(text, "straggle_goodput_seconds_total").items():
+            assert seconds == pytest.approx(sum(step[rank].get(use[0], 0.0) for step in done if step))
+        assert values(text, "straggle_made_again_steps_total") == {(): 0}
         for phase in (*PHASES, "wait"):
             seconds = sum(max(0.0, getattr(part, f"{phase}_s")) for part in own)
             assert values(text, "straggle_phase_seconds_sum")[(phase,)] == pytest.approx(seconds)
@@ -213,7 +219,19 @@ def test_names_and_help_follow_the_conventions(text):
         assert all(sample.labels["rank"] == "0" for sample in family.samples)
         labels = {label for sample in family.samples for label in sample.labels}
         if family.name != "straggle_run_info":
-            assert labels <= {"rank", "stage", "phase", "cause", "le", "reason", "absent", "direction", "what", "where"}
+            assert labels <= {
+                "rank",
+                "stage",
+                "phase",
+                "use",
+                "cause",
+                "le",
+                "reason",
+                "absent",
+                "direction",
+                "what",
+                "where",
+            }
         assert not re.search(r"_(ms|s|millis|kb|percent|share)(_|$)", family.name)
     assert not re.search(r"^\w+_created", text, re.MULTILINE)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from straggle.observe.trace import read_trace, whole_lines
+from straggle.observe.trace import TIME, read_trace, whole_lines
 from straggle.observe.watch.file import FOLDER, watched_files
 from straggle.report import PHASES, StepReport
 from straggle.schema import read
@@ -25,9 +26,13 @@ class Trace:
 
     def reports(self) -> Iterator[StepReport]:
         """Its steps; raises ``ValueError`` for a line that is none."""
+        return (report for report, _ in self.timed())
+
+    def timed(self) -> Iterator[tuple[StepReport, float]]:
+        """The same, with when each ended, in seconds since 1970; NaN: an older version wrote it."""
         for number, record in enumerate(read_trace(self.path), start=1):
             try:
-                yield step_report(record)
+                yield step_report(record), float(record.get(TIME, math.nan))
             except (KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"{self.path}: line {number} is no step of a straggle trace ({error!r})") from error
 
@@ -64,6 +69,10 @@ class Watched:
             yield from (step_report(_as_record(lines, self.heads, stages)) for lines in self.lines())
         except KeyError as error:
             raise ValueError(f"{self.folder}: not written by straggle.watch: {error!r}") from None
+
+    def timed(self) -> Iterator[tuple[StepReport, float]]:
+        """The same; when they ended is not known."""
+        return ((report, math.nan) for report in self.reports())
 
     def some(self, positions: Collection[int]) -> dict[int, StepReport]:
         """The steps at these positions."""

@@ -118,6 +118,19 @@ _ALL = (
         "gradients dropped",
         stable=True,
     ),
+    Number(
+        "goodput",
+        "the useful part of all time, from the first step's beginning to the last one's end, restarts included, of all "
+        "ranks that the job was started with",
+        lambda run, _: run.goodput.share,
+        "share",
+        "goodput",
+    ),
+    Number(
+        "goodput_seconds",
+        "the mean rank's seconds, `useful` or by what they were lost to; they add up to all time",
+        lambda run, _: dict(run.goodput.seconds),
+    ),
     Number("dropped_share_per_rank", "the same for each rank", _of_ranks(lambda rank: 1 - rank.reach), stable=True),
     Number("dropped_share_per_stage", "the same for each stage", _dropped_of_stages),
     Number(

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from straggle.observe.members import read_members
 from straggle.observe.numbers.fairness import Fairness, fairness_of
+from straggle.observe.numbers.goodput import Goodput, Uses
 from straggle.observe.numbers.link_spells import LinkSpell, link_spells
 from straggle.observe.numbers.reader import TRACE, files_of, num_warmup_steps
 from straggle.observe.numbers.replicas import Replicas
@@ -64,6 +65,7 @@ class Run:
     stage_share: Array
     num_stage_steps: int
     fairness: Fairness
+    goodput: Goodput
     changes: tuple[tuple[float, MembersReport], ...] = ()
     replicas: Replicas = field(default_factory=Replicas)
     stuck: tuple[StuckReport, ...] = ()
@@ -108,8 +110,8 @@ def read_run(run_dir: Path, *, name: str | None = None) -> Run:
     if (files := files_of(run_dir)) is None:
         raise ValueError(f"{path}: no such file; give the run_dir of a run of straggle train or straggle.watch")
     columns = _Columns()
-    for report in files.reports():
-        columns.add(report)
+    for report, ended_at in files.timed():
+        columns.add(report, ended_at)
     if not columns.steps:
         raise ValueError(f"{path}: there is no complete step in it yet")
     config = _config(run_dir / "config.yaml")
@@ -145,9 +147,11 @@ class _Columns:
         self._count: Array = np.zeros((0, 0))
         self._num_stage_steps = 0
         self._replicas = Replicas()
+        self._uses = Uses()
 
-    def add(self, report: StepReport) -> None:
-        """One more step."""
+    def add(self, report: StepReport, ended_at: float = math.nan) -> None:
+        """One more step, which ended ``ended_at``."""
+        self._uses.add(report, ended_at)
         loss = report.scalars.get("loss", math.nan)
         ddp_s = self._prediction.add(report).seconds
         times = (report.seconds, report.network_s, ddp_s, report.deadline_s)
@@ -204,6 +208,7 @@ class _Columns:
             stage_share=share,
             num_stage_steps=self._num_stage_steps,
             fairness=fairness_of(np.where(has_part, of["weight"], 0.0), of["reach"], share),
+            goodput=self._uses.goodput(),
             replicas=self._replicas,
         )
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
+from straggle.observe.numbers.goodput import Goodput
 from straggle.observe.numbers.registry import NUMBERS, fields_of
 from straggle.observe.numbers.run import run_of
 from straggle.observe.numbers.run_numbers import numbers_of
@@ -17,14 +19,19 @@ FIELDS = fields_of(NUMBERS.values())
 
 
 def summarize(
-    reports: Sequence[StepReport], scores: Mapping[str, float], hashes: Sequence[str], samples_per_step: int
+    reports: Sequence[StepReport],
+    scores: Mapping[str, float],
+    hashes: Sequence[str],
+    samples_per_step: int,
+    goodput: Goodput | None = None,
 ) -> dict[str, Any]:
     """The run in numbers, as plain JSON values: `FIELDS`.
 
     ``scores`` are those on held-out data, ``hashes`` each rank's parameters. ``samples_per_step``: the number of a
-    rank's samples in a step of weight 1.
+    rank's samples in a step of weight 1. ``goodput``: of all the run, if ``reports`` are those since a `resume`.
     """
     run = run_of(reports)
+    run = run if goodput is None else replace(run, goodput=goodput)
     numbers = numbers_of(run)
     dropped = np.where(run.ranks["absent"] == 1, 0.0, 1 - run.ranks["reach"]) * run.ranks["weight"] * samples_per_step
     of_job = {

@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
 from straggle.observe.findings import advise
+from straggle.observe.numbers.goodput import Goodput
 from straggle.observe.numbers.registry import NUMBERS, Unit
 from straggle.observe.numbers.replicas import Replicas
 from straggle.observe.numbers.run import Run, read_run, read_steps
@@ -37,6 +38,7 @@ _HEADLINE = (
     "saved_share",
     "step_seconds_p95",
     "step_seconds_max",
+    "goodput",
     "dropped_share",
     "fairness",
     "fairness_input_stage",
@@ -305,6 +307,11 @@ def _cell(key: str, value: float, text: str) -> Cell:
     return Cell("not known" if math.isnan(value) else text, key, json.dumps(value) if math.isfinite(value) else "")
 
 
+def _goodput(own: Goodput) -> Cell:
+    lost = own.lost()
+    return _cell("goodput", own.share, _share(own.share) + (f" (lost: {lost})" if lost else ""))
+
+
 def _fairness(key: str, index: float, least: float) -> Cell:
     return _cell(key, index, f"{index:.2f} (least: {least:.0%} of the mean rank)")
 
@@ -338,6 +345,7 @@ _CELLS: Mapping[str, Callable[[Run, RunNumbers], Cell]] = {
     "fairness_input_stage": lambda _, of: _fairness(
         "fairness_input_stage", of.fairness.input_index, of.fairness.input_least
     ),
+    "goodput": lambda run, _: _goodput(run.goodput),
     "not_computed": lambda _, of: _not_computed(of),
     "late": lambda _, of: _cell("late", of.late, f"{of.late:,} of {of.rank_steps:,}"),
     "parameters_sha256": lambda run, _: _replicas(run),
