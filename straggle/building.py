@@ -22,9 +22,8 @@ from torch.utils.hooks import RemovableHandle
 from straggle import world
 from straggle.backward.loop_hooks import CallBracket
 from straggle.loop.drops import DropLog, Names
-from straggle.loop.hook_registers import HookRegisters
-from straggle.loop.kept_state import KeptState
-from straggle.loop.model_parts import ModelParts, Options, make_alike, model_parts, rank_parts
+from straggle.loop.model_parts import HookRegisters, ModelParts, Options, make_alike, model_parts, rank_parts
+from straggle.loop.open_step import KeptState
 from straggle.loop.optimizer_steps import OptimizerSteps
 from straggle.loop.plans import Planning, Replanning
 from straggle.loop.step_warnings import StepWarnings

@@ -20,8 +20,7 @@ from straggle.backward.loop_hooks import begin_scalers
 from straggle.backward.stages import BalancedByTime
 from straggle.backward.step_in_parts import check_steps_in_parts
 from straggle.building import MembersHooks, build, check_mesh
-from straggle.loop.hook_registers import HookRegisters, add_hook
-from straggle.loop.model_parts import Options
+from straggle.loop.model_parts import HookRegisters, Options, add_hook
 from straggle.loop.uneven import own_passes
 from straggle.merge.checks import (
     CLIP_AFTER_THE_BLOCK,

@@ -1,6 +1,7 @@
-"""What a step of one rank holds while it is open: made when the rank enters it, and let go of when it has left.
+"""What a step of one rank holds while it is open, and by which rule the rank leaves it: by the clock, or at once.
 
-All on the training thread. `OpenStep` writes it, and what is read between two steps is of the one that was left last.
+It is made when the rank enters the step, and let go of when it has left. All on the training thread. `OpenStep` writes it, and
+what is read between two steps is of the one that was left last.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from straggle.backward.step_in_parts import StepInParts
-from straggle.merge.late.sides import Entry
+from straggle.merge.late.sides import Entry, TrainingSide
 from straggle.merge.round.buffers import StageBuffers
 from straggle.merge.round.round import Round
 from straggle.merge.round.step_passes import Passes, StopRule
@@ -23,6 +24,38 @@ from straggle.source.kept import KeptGradients
 
 NO_RUN = -2  # is no number of a run, nor that of being outside of all
 _NOTHING_KEPT = KeptGradients(())
+
+
+class ByClock(StopRule):
+    """A rank is late when its deadline is over and a quorum waits: the stand-in watches the clock (`stand_in.py`).
+
+    It goes on until it has begun the collectives of the loop's own that the quorum has begun.
+
+    Gradients that come after the merge are left out by the coordinator.
+    """
+
+    def __init__(self, training: TrainingSide) -> None:
+        self._training, self._stops = training, training.stops
+
+    def stops(self, num_checks: int) -> bool:  # noqa: ARG002
+        """Whether the stand-in asked for it."""
+        step, stops = self._training.step, self._stops
+        # first: it is asked at each gradient, and nearly never stopped
+        return (stops.step >= step or stops.asked_step >= step) and self._training.leaves
+
+
+class NoData(StopRule):
+    """A rank whose loader is exhausted computes nothing (`StagedDataParallel.join`).
+
+    If there are collectives of the loop's own in its steps, it goes through all of the block for them.
+    """
+
+    def __init__(self, training: TrainingSide) -> None:
+        self._training = training
+
+    def stops(self, num_checks: int) -> bool:  # noqa: ARG002
+        """At once."""
+        return not self._training.collectives.gathers
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from straggle.backward.stages import BalancedByTime, PlanLearner, plan_stages
-from straggle.loop.hook_registers import HookRegisters
 from straggle.loop.open_step import OpenStep
 from straggle.merge.alike import Wrapped, check_alike
 from straggle.merge.checks import check_module, check_unwrapped, own_part
@@ -17,13 +19,39 @@ from straggle.merge.late.replica import Replica
 from straggle.merge.options import Merge
 from straggle.merge.round.coordinator import Coordinator
 from straggle.merge.round.rank_parts import RankParts
+from straggle.merge.round.round import Round
+from straggle.merge.rows.step_record import StepRecord
 from straggle.merge.rows.telemetry import Columns
 from straggle.merge.state.module_state import ModuleState
 from straggle.merge.wing import Wings
 from straggle.merge.wire.channel import Channel
 from straggle.policies.deadline import Deadline, LateHandling
 from straggle.policies.estimators import Estimator, FillIn
+from straggle.report import StuckReport
 from straggle.source.source import Attached, GradientSource, named_tensors
+
+Hook = TypeVar("Hook")
+
+
+class HookRegisters:
+    """What a user has registered, one register for each kind of hook; a copy of the model has empty ones."""
+
+    def __init__(self) -> None:
+        self.step: OrderedDict[int, Callable[[StepRecord], None]] = OrderedDict()
+        self.submit: OrderedDict[int, Callable[[int], object]] = OrderedDict()
+        self.stuck: OrderedDict[int, Callable[[StuckReport], object]] = OrderedDict()
+
+    def merged(self, current: Round) -> None:
+        """The training thread has left a step."""
+        for hook in tuple(self.step.values()):
+            hook(current.record)
+
+
+def add_hook(register: OrderedDict[int, Hook], hook: Hook) -> RemovableHandle:
+    """Add ``hook``; with what comes back it is removed."""
+    handle = RemovableHandle(register)
+    register[handle.id] = hook
+    return handle
 
 
 @dataclass(frozen=True)

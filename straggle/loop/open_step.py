@@ -22,8 +22,7 @@ from straggle.backward.hooks import DeadlineReached, HasGradient, release_graph,
 from straggle.backward.passes import PassWatcher, current_run
 from straggle.backward.stages import PlanLearner, StagePlan
 from straggle.loop.by_hand import ByHand, Unreached, check_dense
-from straggle.loop.in_step import NO_RUN, EarlySteps, InStep, LeftStep
-from straggle.loop.stop_rules import ByClock, NoData
+from straggle.loop.in_step import NO_RUN, ByClock, EarlySteps, InStep, LeftStep, NoData
 from straggle.loop.uneven import Joins
 from straggle.merge.checks import check_passes_to_come
 from straggle.merge.late.sides import Entry
@@ -799,3 +798,21 @@ class OpenStep(PassWatcher):
                 gradient = view.copy_(kept[index]) if gradient is None else gradient.add_(kept[index])
             gradients.append(gradient)
         return gradients
+
+
+class KeptState:
+    """Gradients that the loop keeps over several steps, as an object with a state; used between two steps.
+
+    A rank that comes back gets those of its peers.
+    """
+
+    def __init__(self, opened: OpenStep) -> None:
+        self._opened = opened
+
+    def state_dict(self) -> dict[str, Any]:
+        """Without copies."""
+        return self._opened.give_kept()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """That of a peer."""
+        self._opened.take_kept(state)

@@ -127,8 +127,8 @@ class Joins:
             for rank, (begun, had, over) in zip(self._ranks, loops, strict=True)
         )
         raise ValueError(
-            f"model.join(loader): ranks {[*self._ranks]} shard one copy of the model, run their passes together, and have "
-            f"not as many batches: {', '.join(said)}. Give all ranks of a replica the same number, such as by "
+            f"model.join(loader): ranks {[*self._ranks]} shard one copy of the model, run their passes together, and "
+            f"have not as many batches: {', '.join(said)}. Give all ranks of a replica the same number, such as by "
             "DistributedSampler(drop_last=True) over them; replicas may have different numbers"
         )
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 
 from straggle import world
-from straggle.loop.hook_registers import HookRegisters
+from straggle.loop.model_parts import HookRegisters
 from straggle.members.agents import post_silent
 from straggle.merge.round.rank_parts import RankParts
 from straggle.merge.wing import Wing

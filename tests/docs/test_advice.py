@@ -212,7 +212,8 @@ ELSEWHERE |= dict.fromkeys(
 # of models that are sharded inside of each replica
 ELSEWHERE |= dict.fromkeys(
     (
-        "Give all ranks of a replica the same number, such as by DistributedSampler(drop_last=True) over them; replicas",
+        "Give all ranks of a replica the same number, such as by DistributedSampler(drop_last=True) over them; "
+        "replicas",
         "write model.step(num_microbatches=n) around n passes of each rank",
         "mesh= and {}: {}; leave {} out",
         'write StagedDataParallel(model, mesh=mesh["dp_replicate"]), the mesh over which replicas are copies',

@@ -1,4 +1,4 @@
-"""Sharded replicas with different numbers of batches: all make as many steps, and a replica without data counts nothing."""
+"""Sharded replicas with different numbers of batches: all make as many steps, and one without data counts nothing."""
 
 from __future__ import annotations
 
