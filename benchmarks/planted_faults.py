@@ -517,8 +517,8 @@ LOOPS_AND_POLICIES = [
     ),
     Fault(
         "shares-of-those-who-left-stay-closed",
-        "pools/pulling.py",
-        "            draws.left(sharing.difference(channel.awaited))\n",
+        "pools/turns.py",
+        "            draws.left(self._gone())\n",
         "",
     ),
     Fault(

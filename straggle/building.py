@@ -342,7 +342,7 @@ def _meet_replica(
         alike = partial(make_alike, module, wrapped)
         channel = meet_members(members, wrapped, alike, give_up_s=give_up_s, of_replica=inside)
     source = ShardedSource(module, len(ranks), channel.world_size)
-    replica = Replica.of_ranks(channel, inside, source.inside, partial(name_of_place, module))
+    replica = Replica.of_ranks(channel, inside, source.inside, partial(name_of_place, module), source.own_data)
     return source, channel, replica
 
 

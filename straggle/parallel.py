@@ -30,7 +30,6 @@ from straggle.merge.checks import (
     clips,
     is_sharded,
     refuse_ddp_kwargs,
-    refuse_pull,
 )
 from straggle.merge.late.sides import Entry
 from straggle.merge.options import Merge
@@ -234,7 +233,7 @@ class StagedDataParallel(nn.Module):
             leave=self._leave,
             release=self._open.release,
             optimizer=optimizer,
-            draw=refuse_pull if self._options.sharded else self.pulling.numbers,
+            draw=self.pulling.numbers,
             expect=self._open.expect,
             departure=self._wings.departure,
         )

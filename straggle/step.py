@@ -127,6 +127,9 @@ class Step:
         from it and from the micro-batch's number alone, and a step that has lost micro-batches with a rank is made
         again in the same block, by those that are left.
 
+        A sharded replica draws as one, and ``parts`` are each rank's own parts of the micro-batches. Raises
+        ``ValueError``, on all of its ranks, if they have not as many, with equal weights, costs and seed.
+
         Raises ``ValueError`` for invalid parts, weights, costs or seed, and ``RuntimeError`` outside of the block, for
         a second call in it, and together with ``num_microbatches`` or ``step.weight``, or a ``seed`` with
         ``step(optimizer=...)``.

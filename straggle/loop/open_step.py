@@ -236,6 +236,13 @@ class OpenStep(PassWatcher):
         self._begin_again(merged, idle=False)
         return True
 
+    def _is_made_again(self, merged: Round) -> bool:
+        try:
+            return self._again(merged)
+        except PeerFailed as error:  # a rank of its replica is gone
+            self._coordinator.lost_peer(error)
+            raise
+
     def _without_part(self, step: Step, merged: Round) -> Round:
         """The step of this merge is made again, by others: this rank has left its passes."""
         self._begin_again(merged, idle=True)
@@ -248,6 +255,10 @@ class OpenStep(PassWatcher):
         if self._state.held:  # each attempt counts in it: ranks have run other parts of the one that is discarded
             took_part = self._rank.replica.place not in merged.table.absent_ranks()
             self._state.apply(merged.buffers.state, merged, took_part=took_part)
+        if self._vote is not None:
+            # as after any merged step: a rank that has not taken part lacks what the others have
+            self._vote.agree((), merged.table.column("inside_wait_s"), (), {})
+            self._vote.begin(self._training.step, stood_in=merged.stood_in)
         self._watch_step()
         kept, most = self._now.kept, self._now.most
         entry = self._now.entry._replace(
@@ -319,9 +330,10 @@ class OpenStep(PassWatcher):
                 self._source.step_over(left=True)
                 self._coordinator.fail(error)
                 return None
-            merged = self._now.merged or self._merge(step, truncated=truncated)
-            while self._again(merged):
-                merged = self._without_part(step, merged)
+            if (merged := self._now.merged) is None:
+                merged = self._merge(step, truncated=truncated)
+                while self._is_made_again(merged):
+                    merged = self._without_part(step, merged)
         finally:
             if self._rank.stand_in.is_paused:
                 self._pause_stand_in(paused=False)
@@ -522,11 +534,13 @@ class OpenStep(PassWatcher):
             return
         if (self._complete_microbatches or self._now.at_once) and self.in_pass:
             return
-        if self._now.stays and self._training.stops.asked_step < self._training.step:
+        stays = self._now.stays
+        if stays and self._vote is None and self._training.stops.asked_step < self._training.step:
             return
         stops = self._now.rule.stops(self._now.num_checks) and (self._now.idle or self.may_stop)
         if self._vote is not None:
-            stops = self._now.stopped or self._vote(stops, at)  # in an earlier micro-batch, with all of its replica
+            # stopped: in an earlier micro-batch, with all of its replica; if it stays, between two of them
+            stops = self._now.stopped or (self._vote(stops, at) and not stays)
         if not stops:
             self._now.checked()
             return

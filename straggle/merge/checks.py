@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from inspect import unwrap
 from itertools import chain
 from types import FrameType
-from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -72,14 +71,6 @@ def refuse_ddp_kwargs(given: Iterable[str]) -> None:
     words = [f"{name} ({INSTEAD[name]})" if name in INSTEAD else name for name in given]
     if words:
         raise TypeError(f"StagedDataParallel() has no argument {', '.join(words)}")
-
-
-def refuse_pull(_weights: object, _costs: object, _seed: object) -> NoReturn:
-    """Raise ``ValueError``: the ranks of a replica would draw different micro-batches."""
-    raise ValueError(
-        "step.pull(parts) with mesh=: the ranks of a replica run their passes together, and none can draw more than "
-        "another; write model.step(num_microbatches=n) around n passes of each rank"
-    )
 
 
 def check_unwrapped(module: nn.Module, wrapper: type[nn.Module], observer: type) -> None:

@@ -167,6 +167,11 @@ class Draws:
                 self.exhausted = nothing_left and not self._asked_before
         self.waited_s += world.monotonic() - began_at
 
+    def look(self) -> None:
+        """Take the answer to the last request if it is there."""
+        if self._asked is not None and self._asked.is_there:
+            self.wait()
+
     def left(self, gone: frozenset[int]) -> None:
         """These members have left: open their sure shares, if this rank still draws."""
         if gone != self._gone and not self.exhausted:

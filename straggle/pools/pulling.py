@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from straggle.loop.open_step import OpenStep
+from straggle.merge.late.replica import Vote
+from straggle.merge.late.sides import Entry
 from straggle.merge.round.rank_parts import RankParts
 from straggle.merge.round.round import Round
-from straggle.merge.round.step_passes import Passes
 from straggle.merge.rows.table import Table
 from straggle.merge.wing import Wing
 from straggle.pools.drawn import Drawn, PoolWeights
@@ -37,6 +38,8 @@ from straggle.pools.pool import (
 )
 from straggle.pools.random_numbers import random_numbers_of
 from straggle.pools.rows import ATTEMPTS, COMPUTED, COSTS, PARTS, WEIGHT
+from straggle.pools.together import Together
+from straggle.pools.turns import Turns
 from straggle.replay.wing import AsRecorded
 from straggle.report import CAUSES
 
@@ -60,13 +63,15 @@ class Pulling(Wing):
         self._step_s: deque[float] = deque(maxlen=WINDOW)  # seconds of the last steps, as long as all have pools
         self._present = (True,) * rank.replica.count
         self._times = NEVER
+        self._without_store: tuple[bool, ...] | None = None  # who took part in the last merge, if a rank had no store
+        self._has_seed = False  # the step that the training thread is in
         self._draws = False  # whether the next pool is drawn: one was merged, and all ranks had the store then
         self.waited_s = 0.0
 
     def attach(self, opened: OpenStep) -> None:
         """Connect the training thread's open step."""
         self._opened = opened
-        opened.make_again_if(_is_made_again)
+        opened.make_again_if(self._is_made_again)
 
     @property
     def num_requests(self) -> int:
@@ -88,65 +93,85 @@ class Pulling(Wing):
         step is merged here: more come if it is to be made again.
         """
         if seed is None:
-            yield from self._numbers(PoolWeights(weights, self._replica.count, costs=costs))
+            yield from self._numbers(PoolWeights(weights, self._replica.count, costs=costs), None)
             return
         self._opened.stay()
+        self._has_seed = True
         for attempt in itertools.count(1):
-            for number, ahead in self._numbers(PoolWeights(weights, self._replica.count, attempt, costs)):
-                with random_numbers_of(seed, number):
+            for number, ahead in self._numbers(PoolWeights(weights, self._replica.count, attempt, costs), seed):
+                with random_numbers_of(seed, number, self._replica.own_data):
                     yield number, ahead
             if not self._opened.merge_inside():
                 break
 
-    def _numbers(self, of_pool: PoolWeights) -> Iterator[tuple[int, Sequence[int]]]:
-        opened = self._opened
+    def _numbers(self, of_pool: PoolWeights, seed: int | None) -> Iterator[tuple[int, Sequence[int]]]:
+        opened, vote = self._opened, self._replica.vote
         replayed = opened.rule.decision if isinstance(opened.rule, AsRecorded) else None
-        if opened.idle or self._is_stopped():
+        # beyond the end of the recording it is drawn
+        draws = replayed is None or (replayed.parts is None and replayed.num_gradients == sys.maxsize)
+        if draws and vote is not None:
+            yield from self._drawn_together(of_pool, vote, seed)
+        elif opened.idle or self._is_stopped():
             opened.use(lambda _: Drawn((), of_pool))
-            yield from ((number, ()) for number in range(opened.idle))  # its forward pass ends the block
+            yield from self._without_data()
         elif replayed is not None and (own := replayed.parts) is not None:
             opened.use(lambda _: Drawn(own, of_pool, num_submitted=replayed.num_parts))
             yield from ((number, own[place + 1 :]) for place, number in enumerate(own))
-        elif replayed is None or replayed.num_gradients == sys.maxsize:  # beyond the end of the recording
+        elif draws:
             yield from self._drawn(of_pool)
+
+    def _without_data(self) -> Iterator[tuple[int, Sequence[int]]]:
+        """One without a gradient: its forward pass ends the block."""
+        return ((number, ()) for number in range(self._opened.idle))
 
     def _drawn(self, of_pool: PoolWeights) -> Iterator[tuple[int, Sequence[int]]]:
         """Draw; the next is requested in a backward pass, so the answer is there before the rank begins its last."""
-        opened, step, begun = self._opened, self._opened.step, 0
+        turns = self._turns(of_pool)
+        while turns.next():
+            yield turns.number, turns.later
+        self.waited_s += turns.waited_s
+
+    def _drawn_together(
+        self, of_pool: PoolWeights, vote: Vote, seed: int | None
+    ) -> Iterator[tuple[int, Sequence[int]]]:
+        """The first rank of the replica draws, and the others compute the same."""
+        opened, step, training = self._opened, self._opened.step, self._rank.training
+        turns = None
+        if self._replica.is_first and not (opened.idle or self._is_stopped()):
+            turns = self._turns(of_pool)
+        together = Together(
+            opened,
+            vote,
+            of_pool,
+            turns=turns,
+            ranks=self._replica.ranks,
+            seed=seed,
+            is_stopped=lambda: self._is_stopped() or training.stops.asked_step >= training.step,
+        )
+        try:
+            while opened.step is step and not opened.stopped and together.next():
+                yield together.number, together.later
+        finally:
+            together.close()
+        self.waited_s += 0.0 if turns is None else turns.waited_s
+        yield from self._without_data()
+
+    def _turns(self, of_pool: PoolWeights) -> Turns:
+        opened, step = self._opened, self._opened.step
         pool, channel, lock = self._pool(of_pool), self._channel, self._rank.merging.lock
-        ahead = self._even(pool.num_parts)[self._replica.place] + AHEAD
         draws = Draws(pool, channel.rank, self._rank.training.step, channel.store, self._counters, lock)
         sharing = frozenset(rank for rank, share in enumerate(pool.shares) if share)
-
-        def ask_ahead() -> None:
-            if len(draws.numbers) - begun <= 1 and of_pool.cost(draws.numbers) + 1 <= ahead:
-                draws.ask()
-
-        def has(_: Passes) -> Drawn:  # called with the lock held, so that nothing of it is put back meanwhile
-            longer = max(1.0, of_pool.cost(draws.numbers[begun : begun + 1]))
-            return Drawn(
-                draws.numbers,
-                of_pool,
-                is_open=not draws.exhausted,
-                num_begun=min(begun + 1, len(draws.numbers)),
-                draws=draws,
-                stuck_at=opened.stopwatch.now() + longer * self._times.put_back_after_s,
-            )
-
-        opened.call_on_backward(ask_ahead)
-        while opened.step is step and not (opened.stopped or (opened.stays and self._is_stopped())):
-            draws.left(sharing.difference(channel.awaited))
-            if begun + 1 >= len(draws.numbers):
-                draws.wait()
-            if begun + 1 == len(draws.numbers) and not draws.exhausted:  # the first answer
-                draws.wait()
-            drawn = opened.use(has)
-            if drawn.num_begun > begun:
-                begun = drawn.num_begun
-                yield drawn.parts[begun - 1], drawn.parts[begun:]
-            elif not drawn.is_open:  # if it is open, its rest was put back: there may be more
-                break
-        self.waited_s += draws.waited_s
+        turns = Turns(
+            opened,
+            draws,
+            of_pool,
+            most_ahead=self._even(pool.num_parts)[self._replica.place] + AHEAD,
+            gone=lambda: sharing.difference(channel.awaited),
+            goes_on=lambda: opened.step is step and not (opened.stopped or (opened.stays and self._is_stopped())),
+            put_back_after_s=self._times.put_back_after_s,
+        )
+        opened.call_on_backward(turns.ask_ahead)
+        return turns
 
     def _is_stopped(self) -> bool:
         training = self._rank.training
@@ -154,8 +179,10 @@ class Pulling(Wing):
 
     def _pool(self, of_pool: PoolWeights) -> Pool:
         num_parts, drawn = len(of_pool.weights), True
-        if of_pool.attempt > 1 and self._replica.count > 1:  # it is not known who has no part in it
-            shares: tuple[int, ...] = (0,) * self._replica.count
+        if of_pool.attempt > 1 and self._without_store is not None:
+            shares, drawn = static_shares(num_parts, self._without_store), False
+        elif of_pool.attempt > 1 and self._replica.count > 1:  # it is not known who has no part in it
+            shares = (0,) * self._replica.count
         elif self._draws:
             shares = sure_shares(num_parts, tuple(self._done), self._present)
         else:
@@ -174,6 +201,24 @@ class Pulling(Wing):
         if any(current.table.told(PARTS)):
             share_out(current.table)
             self._rank.deadline.work_is_dealt()
+
+    def entry(self, entry: Entry) -> Entry:
+        """The training thread is about to enter a step, of which it is not known whether it has a pool."""
+        self._has_seed = False
+        return entry
+
+    def _is_made_again(self, current: Round) -> bool:
+        """Whether all ranks make a merged step again; the ranks of a replica agree on it, as each sees its own merge.
+
+        What one of these merges lacks, another may have, if a rank was stood in for. All replicas have the same merges.
+        """
+        own = _is_made_again(current)
+        # nothing could be drawn then, in any number of attempts
+        lacks_store = bool(current.table.ranks_without_store())
+        self._without_store = self._present_in(current.table) if lacks_store else None
+        if self._replica.vote is None or not self._has_seed:
+            return own
+        return any(any(said) for said in self._replica.vote.ask((own,), "whether the step is made again"))
 
     def left(self, current: Round) -> None:
         """Learn from a merged step. Raises ``ValueError``, on all ranks, if their pools differ."""
@@ -210,9 +255,12 @@ class Pulling(Wing):
             with self._rank.merging.lock:  # because the stand-in reads it
                 self._rank.training.wait_unentered(times.step_s)
 
-    def _learn(self, table: Table, num_parts: int) -> None:
+    def _present_in(self, table: Table) -> tuple[bool, ...]:
         away = table.absent_ranks() | table.stood_in_ranks()
-        present = tuple(rank not in away for rank in range(self._replica.count))
+        return tuple(rank not in away for rank in range(self._replica.count))
+
+    def _learn(self, table: Table, num_parts: int) -> None:
+        present = self._present_in(table)
         self._present = present if any(present) else self._present
         done = zip(table.told(COMPUTED), table.compute_s(), present, strict=True)
         self._done.append(tuple(_did(own, own_s, num_parts) if here else None for own, own_s, here in done))

@@ -45,6 +45,11 @@ def places_of(module: nn.Module) -> list[nn.Module]:
     return [child for child, parameters in own if any(isinstance(one, DTensor) for one in parameters)]
 
 
+def place_of_data(units: Sequence[nn.Module]) -> int:
+    """Which of a replica's ranks with samples of their own this one is: those over which FSDP shards; 0 without it."""
+    return next((int(group.mesh_info.shard_mesh_rank) for unit in units for group in _groups_of(unit)), 0)
+
+
 class UnitStates:
     """What FSDP knows of these units: whether it is in the middle of a pass, and what it keeps from one to the next."""
 

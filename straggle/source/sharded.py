@@ -25,6 +25,7 @@ from straggle.source.fsdp2 import (
     check_reduction,
     is_copied,
     lay_out,
+    place_of_data,
     places_of,
     shard_of,
     sum_only,
@@ -84,6 +85,11 @@ class ShardedSource(ReplicatedSource):
             sum_only(self._units)
         self.inside = Inside(num_replicas)
         self.follow_reduction()
+
+    @property
+    def own_data(self) -> int:
+        """This rank's number among those of its replica that compute other samples."""
+        return place_of_data(self._units)
 
     def renew(self) -> list[nn.Parameter]:
         self._states.reshard()

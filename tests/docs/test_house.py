@@ -146,7 +146,7 @@ def loaded_by(statement: str) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("statement", "most_files", "most_lines"),
-    [("", 10, 1_000), ("straggle.StagedDataParallel", 100, 17_500)],  # lower them when less is loaded
+    [("", 10, 1_000), ("straggle.StagedDataParallel", 100, 17_600)],  # lower them when less is loaded
 )
 def test_what_is_loaded_before_a_model_is_wrapped_has_no_optional_part(
     statement: str, most_files: int, most_lines: int
@@ -190,9 +190,9 @@ BUDGET = {
     "merge": 9640,
     "observe": 4780,
     "policies": 2750,
-    "pools": 1040,
+    "pools": 1400,
     "replay": 170,
-    "source": 1360,
+    "source": 1390,
     "stuck": 820,
     "__init__": 170,
     "__main__": 70,
@@ -202,7 +202,7 @@ BUDGET = {
     "parallel": 540,
     "report": 550,
     "schema": 130,
-    "step": 320,
+    "step": 340,
     "stop_signal": 140,
     "version": 20,
     "waits": 80,

@@ -102,12 +102,6 @@ def of_an_old_torch() -> None:
         FSDPModule.reset_iter_state = there
 
 
-def pulling() -> None:
-    both = pair()
-    with staged(both.net, mesh=both.mesh["dp_replicate"]) as model, model.step() as step:
-        list(step.pull([1, 2]))
-
-
 CASES: dict[Callable[[], None], str] = {
     without_mesh: 'write StagedDataParallel(model, mesh=mesh["dp_replicate"])',
     not_sharded: "write process_group=mesh.get_group(), or leave it out",
@@ -124,7 +118,6 @@ CASES: dict[Callable[[], None], str] = {
     with_a_group: "mesh= and process_group=: the mesh has the group over which replicas are merged",
     with_members: "so write fully_shard(..., mesh=straggle.replica_mesh()); leave mesh= out",
     of_an_old_torch: "has no FSDPModule.reset_iter_state",
-    pulling: "write model.step(num_microbatches=n)",
 }
 
 

@@ -150,7 +150,7 @@ class SharedVote:
     def __call__(self, _own, _at):
         return False
 
-    def agree(self, present, _waited_s, _weights, _scalars):
+    def agree(self, present, _waited_s, _weights, _scalars, _tells):
         said = torch.tensor(present, dtype=torch.int32)
         dist.all_reduce(said, group=self.group)
         return Agreed((said > 0).tolist(), ())

@@ -31,7 +31,7 @@ def step_of_a_replica(rank, asked_after, voted_at):
             words.append(own)
             return len(words) == voted_at
 
-        def agree(self, present, _waited_s, _weights, _scalars):
+        def agree(self, present, _waited_s, _weights, _scalars, _tells):
             return Agreed(present, ())
 
         def close(self):

@@ -7,7 +7,7 @@ has, and with which weight, is in the reports; each rank's shard is compared wit
 from __future__ import annotations
 
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -17,6 +17,7 @@ from always import chained, notes_of
 from sharding import Blocks, batch, shard
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from whole_steps import Counter
 
 from straggle import Elastic, FixedDeadline, JobDone, LateHandling, Merge, PeerFailed, StagedDataParallel
 from straggle.lab.world.faults import Cut, Freeze, Kill, Stall, StoreAway
@@ -46,12 +47,19 @@ class ShardedSchedule:
     weighs: bool = False
     slow: tuple[float, ...] = ()
     zero_every: int = 1  # steps until the loop zeros gradients
+    pull: str = ""  # "plain" or "seed": replicas draw the micro-batches of a step from one pool
+    batches: tuple[int, ...] = ()  # of each replica, in a loop over `join`; the last one has one for each step
     faults: tuple[Fault, ...] = ()
 
     @property
     def ranks(self) -> int:
         """All ranks; a replica's are neighbours."""
         return self.replicas * self.shards
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches in a pool."""
+        return 2 * self.replicas * self.num_microbatches
 
 
 def draw(seed: int) -> ShardedSchedule:
@@ -74,7 +82,16 @@ def draw(seed: int) -> ShardedSchedule:
     length_s = schedule.steps * 0.08 * schedule.num_microbatches
     faults = tuple(_fault(chance, schedule, length_s) for _ in range(pick([0, 1, 1, 2, 3])))
     zero_every = random.Random(f"more sharded {seed}").choice([1, 1, 2, 3])
-    return replace(schedule, faults=faults, zero_every=zero_every)
+    schedule = replace(schedule, faults=faults, zero_every=zero_every)
+    work = random.Random(f"work of sharded {seed}")
+    match work.choice(["", "", "join", "plain", "seed", "seed"]):
+        case "":
+            return schedule
+        case "join":
+            others = tuple(work.randint(1, schedule.steps) for _ in range(replicas - 1))
+            return replace(schedule, batches=(*others, schedule.steps), num_microbatches=1)
+        case pull:
+            return replace(schedule, pull=pull, weighs=False)
 
 
 def _fault(chance: random.Random, schedule: ShardedSchedule, length_s: float) -> Fault:
@@ -105,6 +122,18 @@ def own_gradients(rank: int, step: int, num_microbatches: int) -> tuple[Tensor, 
     return tuple(parameter.grad for parameter in net.parameters() if parameter.grad is not None)
 
 
+@cache
+def pool_gradients(step: int, num_parts: int, shards: int) -> tuple[Tensor, ...]:
+    """Those of a step from a pool: the mean over all of its micro-batches, of which each shard has a part."""
+    of_all = [own_gradients(_part(number, shard), step, 1) for number in range(num_parts) for shard in range(shards)]
+    return tuple(torch.stack(of_one).mean(0) for of_one in zip(*of_all, strict=True))
+
+
+def _part(number: int, shard: int) -> int:
+    """In place of a rank: whose samples a shard has of a micro-batch."""
+    return 1000 + 10 * number + shard
+
+
 def whole() -> nn.Module:
     """The model, the same on each rank; its random numbers are nobody's else."""
     with torch.random.fork_rng():
@@ -120,6 +149,7 @@ class Loop:
         self._layer_s = LAYER_S * dict(enumerate(schedule.slow)).get(rank.number, 1.0)
         self._problems: list[str] = []
         self._before: list[Tensor | None] = []
+        self._counter = Counter()
 
     def run(self) -> list[str]:
         """Train; what did not hold on this rank."""
@@ -147,19 +177,37 @@ class Loop:
         model = StagedDataParallel(
             net, deadline=deadline, late_handling=late, merge=Merge(check_every=3), links=False, **options
         )
-        step = model.register_state()
-        while step < schedule.steps:
-            self._train(model, step)
+        counter = self._counter
+        counter.steps = model.register_state(counter=counter)
+        for _ in self._batches(model):
+            self._train(model, counter.steps)
             assert model.last_report is not None
             self._look(net, names, model.last_report)
-            step = model.last_report.step + 1
-            if step % schedule.zero_every == 0:
+            # with a seed a report's step counts attempts
+            counter.steps = counter.steps + 1 if schedule.pull == "seed" else model.last_report.step + 1
+            if counter.steps % schedule.zero_every == 0:
                 net.zero_grad()
         model.close()
         return self._problems
 
+    def _batches(self, model: StagedDataParallel) -> Iterator[object]:
+        """One thing for each step of the loop."""
+        schedule = self._schedule
+        if schedule.batches:
+            yield from model.join(range(schedule.batches[self._rank.number // schedule.shards]))
+            return
+        while self._counter.steps < schedule.steps:
+            yield None
+
     def _train(self, model: StagedDataParallel, step: int) -> None:
         schedule = self._schedule
+        if schedule.pull:
+            own = [_part(number, self._rank.number % schedule.shards) for number in range(schedule.parts)]
+            with model.step() as opened:
+                self._before = shards_of(model.module)
+                for number in opened.pull(own, seed=step if schedule.pull == "seed" else None):
+                    model(batch(step, number)).square().mean().backward()
+            return
         with model.step(num_microbatches=schedule.num_microbatches) as opened:
             self._before = shards_of(model.module)  # a rank that comes back has those of its peers by now
             if schedule.weighs:
@@ -172,7 +220,7 @@ class Loop:
         place = self._rank.number % self._schedule.shards
         own = shards_of(net)
         self._rank.note(
-            step=report.step,
+            step=self._counter.steps,
             shard=place,
             absent=report.ranks[self._rank.number // self._schedule.shards].absent,
             gradients=[None if grad is None else grad.tolist() for grad in own],
@@ -180,6 +228,11 @@ class Loop:
         )
         if self._schedule.num_microbatches > 1 and any(0 < share < 1 for of in report.ranks for share in of.stages):
             return  # which micro-batches are whose part of a mean is the other sweep's
+        absent, is_whole = report.ranks[self._rank.number // self._schedule.shards].absent, report.dropped_share < 1e-6
+        if self._schedule.pull == "seed" and not (absent or is_whole):
+            self._problems.append(f"step {self._counter.steps}: {report.dropped_share} of it is dropped")
+        if self._schedule.pull and (absent or not is_whole):
+            return  # which of its micro-batches are lost is not known
         merged = self._expected(report, names, place)
         for name, got, before, new in zip(names, own, self._before, merged, strict=True):
             if new is None:
@@ -192,6 +245,11 @@ class Loop:
     def _expected(self, report: StepReport, names: list[str], place: int) -> list[Tensor | None]:
         """This rank's shards of the mean over the replicas that gave something, as the report has their weights."""
         schedule, found = self._schedule, list[Tensor | None]()
+        if schedule.pull:
+            return [
+                self._own(total, place)
+                for total in pool_gradients(self._counter.steps, schedule.parts, schedule.shards)
+            ]
         stage_of = {
             name: number for number, stage in enumerate(report.stages) for name in stage_parameters(stage.name, names)
         }
@@ -210,9 +268,12 @@ class Loop:
                     ranks = range(of.rank * schedule.shards, (of.rank + 1) * schedule.shards)
                     grads = [own_gradients(rank, report.step, schedule.num_microbatches)[number] for rank in ranks]
                     total = total + weight / sum(weights) * sum(grads) / schedule.shards
-            chunks = torch.chunk(total, schedule.shards)
-            found.append(chunks[place] if place < len(chunks) else total[:0])
+            found.append(self._own(total, place))
         return found
+
+    def _own(self, total: Tensor, place: int) -> Tensor:
+        chunks = torch.chunk(total, self._schedule.shards)
+        return chunks[place] if place < len(chunks) else total[:0]
 
 
 def shards_of(net: nn.Module) -> list[Tensor | None]:

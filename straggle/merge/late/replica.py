@@ -72,10 +72,12 @@ class Question(Protocol):
 class Vote(Protocol):
     """Whether a replica leaves its step. All of its ranks ask at the same places, and are told the same.
 
-    ``question``: what they are asked with each merged step beside that.
+    ``question``: what they are asked with each merged step beside that. ``ahead()``: what one rank says with each vote,
+    as a number, of what is to come; 0: nothing so far.
     """
 
     question: Question | None
+    ahead: Callable[[], int] | None
 
     def begin(self, step: int, *, stood_in: bool) -> None:
         """This step begins; ``stood_in``: this rank was, in the one before."""
@@ -85,6 +87,12 @@ class Vote(Protocol):
 
     def __call__(self, own: bool, at: int) -> bool:
         """Whether the replica leaves the step at this place, from this rank's ``own`` word for it."""
+
+    def heard(self) -> tuple[bool, int]:
+        """Of the last vote, if its answer is not read yet: whether any rank is late, and what was said `ahead`."""
+
+    def ask(self, numbers: Sequence[float], what: str) -> Sequence[Sequence[float]]:
+        """The numbers that each rank of the replica says, as many on each; all of them call it. It waits for them."""
 
     def weigh(self, weight: float) -> float:
         """The weight of the replica's step, from that of this rank's; all of its ranks weigh theirs."""
@@ -123,7 +131,8 @@ class Replica:
     in each step's table, and a full gradient weighs 1 in ``count``. What is said to people, and what ranks leave in
     the store, has the process's rank instead (`Channel.name`).
     ``vote``: ``None`` for one rank, whose own word it is. ``waited_s``: for how long this rank waited inside of it.
-    ``is_first``: this rank is the lowest of it.
+    ``is_first``: this rank is the lowest of it. ``own_data``: its number among those of its ranks that compute other
+    samples: with FSDP each does, with tensor parallelism alone all compute the same.
     ``ranks``: of the job, if it is several; ``inside``: the channel of these.
     """
 
@@ -132,6 +141,7 @@ class Replica:
     vote: Vote | None = None
     waited_s: Callable[[], float] = float
     is_first: bool = True
+    own_data: int = 0
     ranks: Sequence[int] = ()
     inside: Channel | None = None
 
@@ -150,7 +160,7 @@ class Replica:
 
     @staticmethod
     def of_ranks(
-        channel: Channel, inside_channel: Channel, inside: Inside, place_name: Callable[[int], str]
+        channel: Channel, inside_channel: Channel, inside: Inside, place_name: Callable[[int], str], own_data: int
     ) -> Replica:
         """The ranks of ``inside_channel`` have one copy together; ``channel`` has those that hold the same shards."""
         names = inside_channel.gather(list(channel.names), "names")
@@ -162,6 +172,7 @@ class Replica:
             vote,
             inside.waited_s,
             is_first=is_first,
+            own_data=own_data,
             ranks=ranks,
             inside=inside_channel,
         )
@@ -177,25 +188,32 @@ def _place_inside(own: Callable[[], PlaceFor], inside: Channel, heard: Heard) ->
 
 
 class _Words:
-    """What a rank says in a vote, and after it what all say: how many are late, and at which place each rank is."""
+    """What a rank says in a vote, and after it what all say.
+
+    How many are late, what one of them said ahead, and at which place each rank is.
+    """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
-        self._none = array("q", bytes(8 * (1 + world_size)))
+        self._none = array("q", bytes(8 * (2 + world_size)))
         self._numbers = self._none[:]
         self.tensor = torch.frombuffer(self._numbers, dtype=torch.int64)
 
-    def write(self, own: bool, at: int) -> None:
+    def write(self, own: bool, at: int, ahead: int) -> None:
         self._numbers[:] = self._none
-        self._numbers[0], self._numbers[1 + self._rank] = own, at
+        self._numbers[0], self._numbers[1], self._numbers[2 + self._rank] = own, ahead, at
 
     @property
     def any_late(self) -> bool:
         return self._numbers[0] > 0
 
     @property
+    def ahead(self) -> int:
+        return self._numbers[1]
+
+    @property
     def places(self) -> Sequence[int]:
-        return self._numbers[1:]
+        return self._numbers[2:]
 
 
 class UnitVote:
@@ -217,6 +235,7 @@ class UnitVote:
         self._channel, self._place_name, self._inside, self._names = channel, place_name, inside, names
         self._tell = tell
         self.question: Question | None = None
+        self.ahead: Callable[[], int] | None = None
         self._num_steps = self._step = 0
         self._number = 0  # of the question
         self._spare, self._words = (_Words(channel.rank, channel.world_size) for _ in range(2))  # they take turns
@@ -246,7 +265,7 @@ class UnitVote:
         # two in turn: the launcher's thread may still look at the answer to the last question
         self._words, self._spare = self._spare, self._words
         # written before it is launched: the collective reads it on another thread
-        self._words.write(own, at)
+        self._words.write(own, at, 0 if self.ahead is None else self.ahead())
         self._number += 1
         self._asked = launched, _ = self._launch(self._words.tensor), at
         self._launcher.submit(self._look, launched, self._words, at)
@@ -254,6 +273,20 @@ class UnitVote:
         if self._num_steps <= _NUM_ORDERED:  # FSDP would wait for a rank that is elsewhere
             self._any_late(*self._asked)
         return False
+
+    def heard(self) -> tuple[bool, int]:
+        """It is there when a pass is over; the next vote reads it, too."""
+        if self._asked is None:
+            return False, 0
+        return self._any_late(*self._asked), self._words.ahead
+
+    def ask(self, numbers: Sequence[float], what: str) -> Sequence[Sequence[float]]:
+        """By one message."""
+        size = len(numbers)
+        own = torch.zeros(self._channel.world_size, size, dtype=torch.float64)
+        own[self._channel.rank] = torch.tensor(numbers, dtype=torch.float64)
+        said = self._sum(own.flatten(), what)
+        return [said[first : first + size] for first in range(0, len(said), size)]
 
     def weigh(self, weight: float) -> float:
         """The mean of the ranks' weights; until the step ends, this rank's gradients count by its own over that."""

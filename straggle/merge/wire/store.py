@@ -163,6 +163,11 @@ class Asked(Generic[Answer]):
     def __init__(self, store: JobStore, answer: futures.Future[Answer]) -> None:
         self._store, self._answer = store, answer
 
+    @property
+    def is_there(self) -> bool:
+        """Whether `answer` would not wait."""
+        return self._answer.done()
+
     def answer(self, limit_s: float = ANSWER_S) -> Answer:
         """The request's result. Raises `StoreUnreachable` after ``limit_s``; the request may still be carried out."""
         try:

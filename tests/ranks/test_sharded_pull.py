@@ -1,0 +1,115 @@
+"""Sharded replicas that draw micro-batches from one pool: a replica draws, and its ranks compute each together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import Raised, run_ranks, staged
+from sharded_whole_steps import SHARDS, alone, assert_equal, train
+from sharding import batch, pair
+from whole_steps import LAYER_S
+
+from straggle.lab.world.faults import Cut, Freeze, Kill, Notice, Stall
+from straggle.lab.world.run import run_world
+
+
+def run_with(faults, *, replicas, steps, seed=0, slow=2.0, **options):
+    """Checks each rank that took part in the last step; the steps that each process made. The last replica is slow."""
+    ranks = replicas * SHARDS
+
+    def loop(rank):
+        layer_s = LAYER_S * (slow if rank.number == ranks - 1 else 1.0)
+        own = {"end": lambda made: made >= steps, "told": lambda: rank.is_told}
+        return train(rank.number, lambda: rank.work(layer_s), **own, **options)
+
+    run = run_world(loop, ranks=ranks, seed=seed, faults=faults, longest_s=1200.0)
+    ends = [(rank, own) for rank, own in enumerate(run.results) if isinstance(own, tuple)]
+    assert run.results[-1][1] == steps, run.results[-1]
+    for rank, (parameters, made, seen) in ends:
+        if not seen[-1].was_out:
+            assert_equal(rank, parameters, alone(made))
+    last = ends[-1][1][2]
+    assert [own.step for own in last] == list(range(steps))
+    assert all(own.dropped_share == pytest.approx(0.0) for own in last)
+    return last
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_without_faults_no_step_is_made_again(replicas):
+    seen = run_with([], replicas=replicas, steps=6, members=False)
+    assert [own.attempts for own in seen] == [1] * 6
+
+
+def test_a_rank_that_is_stuck_in_a_micro_batch_changes_no_parameter():
+    stalls = [Stall(0, 0.63, 1.5), Stall(3, 2.13, 0.5)]
+    seen = run_with(stalls, replicas=2, steps=14, deadline=0.2, members=False)
+    assert sum(own.attempts > 1 for own in seen) >= 1
+
+
+@pytest.mark.parametrize("fault", [Kill(0, 0.6), Freeze(1, 0.6, 4.0), Cut(0, 0.6, 4.0), Notice(1, 0.6)], ids=repr)
+def test_a_replica_that_leaves_changes_no_parameter(fault):
+    run_with([fault], replicas=2, steps=12)
+
+
+def with_other_pools(rank: int, weights: bool) -> None:
+    both = pair()
+    with staged(both.net, mesh=both.mesh["dp_replicate"]) as model, model.step() as step:
+        number = 5 if rank == 3 and not weights else 4
+        parts = [batch(part, rank) for part in range(number)]
+        for x in step.pull(parts, weights=[2.0 if rank == 3 else 1.0] * number if weights else None):
+            model(x).square().mean().backward()
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_ranks_of_a_replica_that_were_given_other_pools_are_refused_and_named(weights):
+    ends = run_ranks(with_other_pools, 4, weights, outcomes=True)
+    assert all(isinstance(end, Raised) for end in ends)
+    for rank in (2, 3):
+        words = f"rank 2 has 4 micro-batches, rank 3 has {4 if weights else 5} micro-batches"
+        assert words in ends[rank].message
+        assert "ranks [2, 3] shard one copy" in ends[rank].message
+
+
+def stopped_by_hand(rank: int) -> list[float]:
+    """In the second step one rank of the first replica is asked to stop: the other one computes the rest."""
+    both = pair()
+    parts = [batch(part, rank % SHARDS) for part in range(8)]
+    seen = []
+    with staged(both.net, mesh=both.mesh["dp_replicate"]) as model:
+        for number in range(3):
+            model.zero_grad()
+            with model.step() as step:
+                for at, x in enumerate(step.pull(parts, seed=number)):
+                    if number == 1 and rank == 1 and at == 1:
+                        step.stop()
+                    model(x).square().mean().backward()
+            seen.append(model.last_report.ranks[0].parts)
+            both.plain.zero_grad()
+            for part in range(8):
+                whole = torch.cat([batch(part, shard) for shard in range(SHARDS)])
+                (both.plain(whole).square().mean() / 8).backward()
+            pairs = zip(both.net.parameters(), both.plain.parameters(), strict=True)
+            assert max((own.grad.full_tensor() - other.grad).abs().max().item() for own, other in pairs) < 1e-6
+    return seen
+
+
+def test_a_rank_that_is_stopped_by_hand_stops_its_replica_between_two_micro_batches_and_nothing_is_lost():
+    ends = run_ranks(stopped_by_hand, 4)
+    assert all(own == ends[0] for own in ends)
+
+
+def plain_pool(rank: int) -> list[float]:
+    """What is dropped of steps without a seed."""
+    both = pair()
+    seen = []
+    with staged(both.net, mesh=both.mesh["dp_replicate"], deadline=1.0) as model:
+        for _ in range(4):
+            with model.step() as step:
+                for x in step.pull([batch(part, rank % SHARDS) for part in range(6)]):
+                    model(x).square().mean().backward()
+            seen.append(model.last_report.dropped_share)
+    return seen
+
+
+def test_a_replica_that_is_not_late_drops_nothing():
+    assert run_ranks(plain_pool, 4) == [[0.0] * 4] * 4
