@@ -12,7 +12,7 @@ from straggle.stuck.frames import Kind
 SILENT = "it gives no word of itself: its process is stopped, something holds its GIL, or its host is gone"
 # what a loop with members writes in place of a collective of its own, which ...
 INSTEAD = (
-    "needs all processes that the job began with: write step.log(loss=loss) and read model.last_report.scalars, or "
+    "needs all processes that its group began with: write step.log(loss=loss) and read model.last_report.scalars, or "
     "`with model.pause():` in place of a barrier"
 )
 _MANY = 8  # ranks that are named one by one

@@ -174,3 +174,32 @@ def test_rank_that_was_frozen_walks_on_alone_and_comes_back():
             assert torch.equal(told[0].came[step][2][0], told[1].came[step][2][0])
         else:
             assert torch.equal(told[1].came[step][2][0], 3 * own(1, step))
+
+
+def of_another_number(rank):
+    model = StagedDataParallel(nn.Linear(4, 2), deadline=None, members=Elastic(1))
+    told = []
+    for step in range(4):
+        with model.step():
+            rank.work(0.02)
+            model(torch.ones(1, 4)).sum().backward()
+        if step == 2:
+            work = dist.all_gather([torch.zeros(1)], torch.ones(1), async_op=True)
+            while not work.is_completed():
+                rank.work(0.01)
+            for _ in range(2):
+                with pytest.raises(ValueError, match=r"for another number of ranks than 2") as error:
+                    work.wait()
+            told.append(str(error.value))
+    x = torch.tensor(float(rank.number))
+    dist.all_reduce(x, dist.ReduceOp.MAX)
+    return told, float(x), model.rank
+
+
+def test_list_that_was_too_short_from_the_start_is_no_change_of_members():
+    done = run_world(of_another_number, ranks=2, seed=1)
+    for rank, (told, most, own_rank) in enumerate(done.results):
+        assert told == [
+            f"rank {rank}, after step 2, all_gather of the loop's own: its tensors are for another number of ranks than 2"
+        ]
+        assert (most, own_rank) == (1.0, rank)

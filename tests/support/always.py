@@ -41,6 +41,7 @@ def problems_in(schedule: Any, run: Run) -> list[str]:
     found += of_the_store(schedule, run)
     found += of_overruns(schedule, run)
     found += of_deadlines(schedule, run)
+    found += of_collectives(schedule, run)
     return found
 
 
@@ -170,7 +171,13 @@ def of_joins(schedule: Any, run: Run) -> list[str]:
 def of_bounds(schedule: Any, run: Run) -> list[str]:
     """P2: a step ends with the quorum's work, the deadlines of those who lack, and the grace."""
     found = list[str]()
-    if schedule.deadline in ("None", "Auto", "Shadow") or schedule.num_parts or schedule.joins or schedule.max_lag == 0:
+    if (
+        schedule.collectives_every
+        or schedule.deadline in ("None", "Auto", "Shadow")
+        or schedule.num_parts
+        or schedule.joins
+        or schedule.max_lag == 0
+    ):
         return found
     steps = by_step(run)
     for step, notes in sorted(steps.items()):
@@ -351,6 +358,39 @@ def of_deadlines(schedule: Any, run: Run) -> list[str]:
         for rank, note in notes_of(run)
         if note["report"].deadline_s != (fixed if note["step"] else math.inf)
     ]
+
+
+def of_collectives(schedule: Any, run: Run) -> list[str]:
+    """Those of the loop's own have the same among the same ranks; nobody to whom nothing happens makes them alone."""
+    found, by_step = list[str](), dict[int, list[tuple[int, dict[str, Any]]]]()
+    for rank, notes in run.notes.items():
+        for note in (note for note in notes if "own_after" in note):
+            by_step.setdefault(note["own_after"], []).append((rank, note))
+    for step, noted in sorted(by_step.items()):
+        alone = [rank for rank, note in noted if {own for own, _ in note["each"]} == {rank} and len(note["each"]) > 1]
+        lists = [{own for own, _ in note["each"]} for rank, note in noted if rank not in alone]
+        # who was put out before the others had it over has what none of them has
+        lost = {rank for rank, _ in noted if any(rank not in ranks for ranks in lists)}
+        together = [(rank, note) for rank, note in noted if rank not in lost and rank not in alone]
+        for rank, note in together:
+            ranks = [own for own, _ in note["each"]]
+            if {at for _, at in note["each"]} != {step} or ranks != sorted(set(ranks)) or rank not in ranks:
+                found.append(f"rank {rank}, after step {step}: {note['each']} came")
+            if note["summed_by"] == len(ranks) and note["total"] != sum(own + 1 for own in ranks):
+                found.append(f"rank {rank}, after step {step}: a sum of {note['total']}, of ranks {ranks}")
+        same = {(note["total"], note["summed_by"], str(note["each"]), note["repeats"]) for _, note in together}
+        if len(same) > 1:
+            found.append(f"after step {step} ranks {[rank for rank, _ in together]} have {same}")
+        if wrong := (set(alone) | lost) & unharmed(schedule):
+            found.append(f"after step {step} ranks {wrong} were alone")
+    return found
+
+
+def unharmed(schedule: Any) -> set[int]:
+    """Ranks that are as quick as others, and to which nothing happens."""
+    harmed = {getattr(fault, "rank", -1) for fault in schedule.faults} | {rank for rank, _, _ in schedule.away}
+    harmed |= {rank for rank, slow in enumerate(schedule.slow) if slow > 1} | {(schedule.raises or (-1, 0))[0]}
+    return set(range(schedule.ranks)) - harmed
 
 
 def members_of(run: Run) -> set[int]:

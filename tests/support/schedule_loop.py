@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from scales import LAYERS, NUM_LAYERS, TOLERANCE, Expected, Scales, at_random, factor_of, gradients_of
 
-from straggle import StagedDataParallel, Zero
+from straggle import MembersChanged, StagedDataParallel, Zero
 from straggle.lab.world.run import Rank, parameters_of
 
 LAYER_S = 0.005  # forward, and as long backward
@@ -148,6 +149,8 @@ class Loop:
             seen.work_over_at = rank.now
         seen.left_at = rank.now
         self._after(seen, before)
+        if (every := schedule.collectives_every) and (self._step - 1) % every == 0:
+            self._collectives(self._step - 1)
         return departure is not None and departure.ends_after(self._step - 1)
 
     def _passes(self, opened: Any, seen: Seen) -> None:
@@ -165,6 +168,22 @@ class Loop:
             loss.backward()
             seen.backward_s += rank.now - between
             seen.done.append(part)
+
+    def _collectives(self, step: int) -> None:
+        """A sum and a gathering of the loop's own, which are repeated if the members have changed."""
+        rank = self.rank
+        total, repeats = torch.tensor([float(rank.number + 1), 0.0]), 0
+        dist.all_reduce(total)
+        summed_by = dist.get_world_size()
+        while True:
+            came = [torch.zeros(2) for _ in range(dist.get_world_size())]
+            try:
+                dist.all_gather(came, torch.tensor([float(rank.number), float(step)]))
+                break
+            except MembersChanged:
+                repeats += 1
+        each = [(int(own[0]), int(own[1])) for own in came]
+        rank.note(own_after=step, total=float(total[0]), summed_by=summed_by, each=each, repeats=repeats)
 
     def _after(self, seen: Seen, before: dict[str, float | None]) -> None:
         rank, report = self.rank, self.model.last_report

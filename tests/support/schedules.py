@@ -24,7 +24,7 @@ from typing import Any
 
 import sharded_schedules
 import torch
-from always import chained, members_of, notes_of, problems_in
+from always import chained, members_of, notes_of, problems_in, unharmed
 from directed import DIRECTED
 from scales import at_random
 from schedule_loop import Loop, OwnError
@@ -86,6 +86,7 @@ class Schedule:
     away: tuple[tuple[int, int, float], ...] = ()  # a rank, a step, and seconds before it that are no step's
     raises: tuple[int, int] | None = None  # a rank, and the step in which its code does
     leaves: tuple[tuple[int, int], ...] = ()  # ranks, and steps whose block they leave before a pass
+    collectives_every: int = 0  # steps until the loop calls collectives of its own
     zero_every: int = 1  # steps until the loop zeros gradients
     buffers: str = "none"  # the layers have some, which are merged so
     grace_s: float | None = 0.02
@@ -210,6 +211,8 @@ def _with_more(chance: random.Random, schedule: Schedule, length_s: float) -> Sc
         if all(step for _, step, _ in schedule.away):  # or its members may not know yet that all have wrapped the model
             now_and_then(0.1, faults=(*schedule.faults, StoreAway(at_s + 1, pick([0.05, 1.0, 4.0]), empties=True)))
     now_and_then(0.02, steps=pick([60, 100, 150]))
+    if schedule.members:
+        now_and_then(0.25, collectives_every=pick([1, 1, 3]))
     return schedule
 
 
@@ -287,7 +290,7 @@ def problems_of(schedule: Schedule) -> list[str]:
     found += [f"step {step}: replicas differ" for step, own in sorted(parameters.items()) if len(own) > 1]
     found += [f"step {step}: reports differ: {own}" for (step, _), own in sorted(told.items()) if len(own) > 1]
     lost = {rank for _, note in notes_of(done) for rank in note["absent"]}
-    found += [f"rank {rank} was lost, to which nothing happened" for rank in sorted(lost & _unharmed(schedule))]
+    found += [f"rank {rank} was lost, to which nothing happened" for rank in sorted(lost & unharmed(schedule))]
     if not fails:
         most = max((note["step"] for _, note in notes_of(done)), default=-1)
         found += [f"the job ended after step {most} of {schedule.steps}"] * (most != schedule.steps - 1)
@@ -305,13 +308,6 @@ def _may_end(schedule: Schedule) -> set[int]:
     """Ranks whose processes may end before the job does."""
     ends = {fault.rank for fault in schedule.faults if isinstance(fault, Kill | Notice)}
     return ends | ({schedule.raises[0]} if schedule.raises else set())
-
-
-def _unharmed(schedule: Schedule) -> set[int]:
-    """Ranks that are as quick as others, and to which nothing happens."""
-    harmed = {getattr(fault, "rank", -1) for fault in schedule.faults} | {rank for rank, _, _ in schedule.away}
-    harmed |= {rank for rank, slow in enumerate(schedule.slow) if slow > 1} | {(schedule.raises or (-1, 0))[0]}
-    return set(range(schedule.ranks)) - harmed
 
 
 def _has_turns(fault: Any) -> bool:
@@ -336,7 +332,17 @@ def shortened(schedule: Schedule, limit_s: float = 120.0) -> Schedule:
         fewer = [replace(own, faults=own.faults[:n] + own.faults[n + 1 :]) for n in range(len(own.faults))]
         fewer += [replace(own, away=own.away[:n] + own.away[n + 1 :]) for n in range(len(own.away))]
         names = ("estimator", "granularity", "wire_dtype", "num_microbatches", "num_parts", "weighs", "joins", "nan")
-        names += ("slow", "in_buckets", "check_every", "max_lag", "deadline", "raises", "leaves", "zero_every")
+        names += (
+            "slow",
+            "in_buckets",
+            "check_every",
+            "max_lag",
+            "deadline",
+            "raises",
+            "leaves",
+            "zero_every",
+            "collectives_every",
+        )
         names += ("buffers", "grace_s", "suspect_s", "absence_gain", "quorum", "give_up_s")
         fewer += [
             _with_fault(own, n, replace(fault, turns=0)) for n, fault in enumerate(own.faults) if _has_turns(fault)
@@ -365,6 +371,7 @@ KINDS: dict[str, Callable[[Schedule], object]] = {
     "": lambda _: True,
     "members": lambda schedule: schedule.members and schedule.faults,
     "pool": lambda schedule: schedule.num_parts,
+    "collectives": lambda schedule: schedule.collectives_every,
     "join": lambda schedule: schedule.joins,
     "sharded": lambda _: True,
 }

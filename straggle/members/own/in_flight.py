@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -57,7 +56,7 @@ class Call:
         self.attempt: Attempt | None = None
         self.is_over = False
         self.error: BaseException | None = None
-        self.is_taken = False  # its results are where the caller wants them
+        self.is_taken = False  # the caller has its results, or its error
 
     @property
     def before(self) -> tuple[int, ...]:
@@ -151,14 +150,14 @@ class InFlight:
                     raise PeerFailed(f"{self._where(call)}: {error}") from error
                 self._pause(first, attempt)
         self._take(call)
+        if call.error is not None:
+            raise call.error
 
     def has_ended(self, call: Call) -> bool:
         """Whether it is over by now; its results are where they belong then."""
         if not self._settled(call):
             return False
-        if not call.is_taken:
-            with suppress(MembersChanged):  # `wait` raises it
-                self._take(call)
+        self._take(call)  # `wait` raises its error
         return True
 
     def _settled(self, call: Call) -> bool:
@@ -193,35 +192,42 @@ class InFlight:
         with self._changed:
             if call.is_taken:
                 return
-            call.is_taken = True
-            attempt = call.attempt
-            if call.error is not None:
-                raise call.error
-            if call.ranks is not None and attempt is not None:
-                left = attempt.key.ranks
-                self._participants.forget(tuple(own for own in call.ranks if own[0] not in left))
-        with torch.no_grad():
-            if call.ranks is None or attempt is None:
-                self._take_alone(call)
-                return
-            misfits = attempt.begun.misfits
-            if not attempt.fits or (misfits is not None and int(misfits)):
-                raise self._changed_error(call, attempt.key.ranks)
-            for came, to in attempt.begun.results:
-                to.copy_(came)
+            call.is_taken, attempt = True, call.attempt
+            if call.error is None and call.ranks is not None and attempt is not None:
+                left, step = attempt.key.ranks, call.number.step
+                self._participants.forget(tuple(own for own in call.ranks if own[0] not in left), step)
+        if call.error is None:
+            with torch.no_grad():
+                call.error = self._write(call, attempt)
+        call.attempt = None  # what it was made in is free
 
-    def _take_alone(self, call: Call) -> None:
+    def _write(self, call: Call, attempt: Attempt | None) -> Exception | None:
+        """Put the results where they belong, or say why not."""
+        if attempt is None:
+            return self._take_alone(call)
+        misfits = attempt.begun.misfits
+        if not attempt.fits or (misfits is not None and int(misfits)):
+            return self._changed_error(call, attempt.key.ranks)
+        for came, to in attempt.begun.results:
+            to.copy_(came)
+        return None
+
+    def _take_alone(self, call: Call) -> Exception | None:
         size = self._membership.world_size
         before = call.before or tuple(range(size))
         root = call.collective.root
         at_root = before[root] if 0 <= root < len(before) else root
-        if not call.collective.alone(Place(self._name, size, at_root)):
-            raise self._changed_error(call, ())
+        known = call.collective.alone(Place(self._name, size, at_root))
+        return None if known else self._changed_error(call, ())
 
-    def _changed_error(self, call: Call, left: tuple[int, ...]) -> MembersChanged:
+    def _changed_error(self, call: Call, left: tuple[int, ...]) -> Exception:
+        with self._changed:
+            may_be_old = self._participants.may_be_old(call.number.step)
+        if left == call.before and not may_be_old:
+            return ValueError(f"{self._where(call)}: its tensors are for another number of ranks than {len(left)}")
         what = (
-            f"the members have changed: it was called for ranks {list(call.before)}, and is to be repeated among ranks "
-            f"{list(left)}, of which torch.distributed.get_world_size() is the number now"
+            f"the members have changed, and its tensors or its root are not for ranks {list(left)}, which are left: "
+            f"it is to be repeated, torch.distributed.get_world_size() is {len(left)} now"
             if left
             else "this rank is no member now, and what the others have is not known here"
         )

@@ -50,6 +50,7 @@ class Participants:
         self._members: Mapping[int, str] = {}  # with their incarnations
         self._since: dict[int, int] = {}  # a rank that was out and is back is another one, in the same process or not
         self.here: Ranks | None = None
+        self._changed_after = -1  # the last step after which `here` was another one than before it
 
     def begin(self, view: View) -> None:
         """All members of the first view take part."""
@@ -83,14 +84,20 @@ class Participants:
 
     def left(self, step: int) -> None:
         """The training thread has left a step."""
-        ranks = self._noted.get(step, ())
+        ranks, before = self._noted.get(step, ()), self.here
         self.here = ranks if self._rank in dict(ranks) else None
+        if self.here != before:
+            self._changed_after = step
         self._noted = {number: own for number, own in self._noted.items() if number > step}
 
-    def forget(self, lost: Ranks) -> None:
-        """These are gone, as the loop knows from a collective."""
-        if self.here is not None:
-            self.here = tuple(own for own in self.here if own not in lost)
+    def forget(self, lost: Ranks, step: int) -> None:
+        """These are gone, as the loop knows from a collective after this step."""
+        if self.here is not None and lost:
+            self.here, self._changed_after = tuple(own for own in self.here if own not in lost), step
+
+    def may_be_old(self, step: int) -> bool:
+        """Whether the loop may have asked how many there are before that changed, for a collective after this step."""
+        return step <= self._changed_after + 1
 
     def alive(self, ranks: Ranks) -> tuple[int, ...]:
         """Those of them that have been members since."""

@@ -69,7 +69,7 @@ def test_ranks_in_a_collective_that_others_have_not_begun_name_these():
 
 
 def test_members_in_a_collective_name_the_rank_that_left_and_what_to_write():
-    left = "; rank 1 is no member, and it needs all processes that the job began with: write step.log(loss=loss) and"
+    left = "; rank 1 is no member, and it needs all processes that its group began with: write step.log(loss=loss) and"
     words = finding(0, {0: BARRIER, 2: BARRIER}, [0, 2], 10.0, left=[1]).words
     assert f"a collective of the loop's own (nccl:barrier number 7){left}" in words
     assert f"that rank 2 has not begun{left}" in finding(0, {0: BARRIER}, [0, 2], 10.0, left=[1]).words
