@@ -461,7 +461,9 @@ MEMBERS = [
         "                if number >= history.num_steps:\n                    self._decide_again(number, table)\n",
         "                self._decide_again(number, table)\n",
     ),
-    Fault("deadline-not-healed", "members/member.py", "            deadline.seconds = deadline_s\n", ""),
+    Fault(
+        "deadline-not-healed", "members/member.py", "deadline.restore(history, deadline_s)", "deadline.restore(history)"
+    ),
     Fault(
         "momentum-not-healed",
         "members/healing.py",

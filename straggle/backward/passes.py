@@ -85,8 +85,8 @@ class SeenGradients:
 class PassWatcher(ABC):
     """Follows the backward passes of one step, which are numbered from 0 on; all of one thread.
 
-    A subclass sees the gradients: whenever `current_run` is not in ``_runs`` it calls `_joins`, and it counts those of
-    the running pass in ``_num_in_pass``. Its methods are called when a pass begins, is over, and has failed. A pass
+    A subclass sees the gradients: at each it calls `_joins_if_new`, and it counts those of the running pass in
+    ``_num_in_pass``. Its methods are called when a pass begins, is over, and has failed. A pass
     that gave no gradient to any parameter and was not cut short, as ``torch.autograd.grad`` does, does not count.
 
     Runs that a hook begins inside of a pass may each give a parameter a part of its gradient, which is whole when the
@@ -172,6 +172,16 @@ class PassWatcher(ABC):
         """The announced pass returned without an error, whether or not a hook was called."""
         if self._runs or self._announced:
             self._over()
+
+    def _joins_if_new(self, first: int = -1) -> None:
+        """A hook is called, in a run of the engine that may be a new one; ``first`` as in `_pass_begins`."""
+        if (run := current_run()) not in self._runs:
+            self._joins(run, first)
+
+    @property
+    def _gives_parts(self) -> bool:
+        """Whether a gradient that comes now may be a part of the pass's, to be held back."""
+        return self._holds or current_run() in self._summing
 
     def _joins(self, run: int, first: int = -1) -> None:
         """Note a new run of the engine: a new pass, or a part of the running one."""

@@ -27,7 +27,7 @@ from straggle.backward.hooks import (
     release_graph,
     tensors_in,
 )
-from straggle.backward.passes import TWICE_IN_ONE_PASS, PassWatcher, SeenGradients, current_run
+from straggle.backward.passes import TWICE_IN_ONE_PASS, PassWatcher, SeenGradients
 from straggle.backward.stages import BalancedByTime, PlanLearner, Registered, Stage, plan_stages, trainable
 from straggle.policies.deadline import Granularity, check_granularity
 from straggle.policies.estimators import Abstain, Estimator
@@ -253,13 +253,13 @@ class StagedBackward:
 
     def _arrived(self, output: weakref.ref[Tensor], _gradient: Tensor) -> None:
         if self._step is not None:
-            self._step._pass_runs()
+            self._step._joins_if_new()
             self._step._outputs.append(output)
 
     def _keep_output_gradient(self, module: str) -> Callable[[nn.Module, Any, Any], None]:
         def keep(gradient: Tensor) -> None:
             if (step := self._step) is not None:
-                step._pass_runs()
+                step._joins_if_new()
                 for number, stage in enumerate(step.stages):  # the plan may have changed since forward
                     if stage.exit == module:
                         step._output_gradients.setdefault(number, []).append(gradient)
@@ -362,11 +362,6 @@ class BackwardStep(PassWatcher):
 
     # -- passes
 
-    def _pass_runs(self) -> None:
-        """A hook of a pass was called, before its first gradient."""
-        if (run := current_run()) not in self._runs:
-            self._joins(run)
-
     def _settle_outside(self) -> None:
         """Call `settle`, unless this is within a pass, such as a checkpoint's recomputation."""
         if not self.in_pass:
@@ -424,11 +419,10 @@ class BackwardStep(PassWatcher):
         gradient = parameter.grad
         if gradient is None:
             return
-        if (run := current_run()) not in self._runs:
-            self._joins(run, index)
+        self._joins_if_new(index)
         if self._before and self._before.is_as_it_was(index, gradient):
             return
-        if self._holds or current_run() in self._summing:
+        if self._gives_parts:
             self._hold(index, parameter)
             return
         self._num_in_pass += 1

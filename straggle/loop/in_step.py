@@ -1,7 +1,7 @@
 """What a step of one rank holds while it is open, and by which rule the rank leaves it: by the clock, or at once.
 
-It is made when the rank enters the step, and let go of when it has left. All on the training thread. `OpenStep` writes it, and
-what is read between two steps is of the one that was left last.
+It is made when the rank enters the step, and let go of when it has left. All on the training thread. `OpenStep` writes
+it, and what is read between two steps is of the one that was left last.
 """
 
 from __future__ import annotations

@@ -474,7 +474,7 @@ class OpenStep(PassWatcher):
             parameter.grad = None  # the pass may begin here: this one is none that the loop has put there before it
             # before the gradient is counted: it is of this pass, and the pass may begin by it
             self._joins_if_new()
-            if self._holds or current_run() in self._summing:
+            if self._gives_parts:
                 parameter.grad = gradient
                 self._hold(index, parameter)
                 return
@@ -582,10 +582,6 @@ class OpenStep(PassWatcher):
                 return False
             self._coordinator.keep(self._now.kept.mark)
         return True
-
-    def _joins_if_new(self) -> None:
-        if (run := current_run()) not in self._runs:
-            self._joins(run)
 
     def _pass_begins(self, first: int) -> None:  # noqa: ARG002
         self.stopwatch.enter("backward")

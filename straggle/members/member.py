@@ -271,8 +271,7 @@ class Member:
             training.stops.only_up_to(max(step - 1, merging.step if merging.submitted else merging.step - 1))
             for number in [number for number in ring if number < step]:
                 del ring[number]
-            deadline.restore(history)
-            deadline.seconds = deadline_s
+            deadline.restore(history, deadline_s)
             for number, table in self._tables:
                 if number >= history.num_steps:
                     self._decide_again(number, table)

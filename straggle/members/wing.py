@@ -80,7 +80,7 @@ class Members(Wing):
             put_out["straggle.put_out"] = slow = PutOut(self.channel.membership, num_bytes=coordinator.num_bytes)
             self.member.judge_slow(slow)
         else:  # each shard has rows and links of its own: no replica is put out because it is slow
-            vote.question = AskReplica(self.member, self.channel.membership)
+            vote.ask_too(AskReplica(self.member, self.channel.membership))
         self.healing = healing = Healing(self.channel, self._rank, coordinator, self.member, module, state, source)
         events = MembershipEvents(healing.let_in, healing.leave_if_lost, on_changed, healing.is_back)
         self.own = self._own_collectives_of_default_group()

@@ -168,6 +168,10 @@ class _Call:
     def __init__(self) -> None:
         self.run = _NO_RUN
 
+    def begins_in(self, run: int) -> None:
+        """Its backward pass begins."""
+        self.run = run
+
 
 class UnitHooks(ParameterHooks):
     """Hooks on the sharded parameters and on the units of one model.
@@ -311,7 +315,7 @@ class UnitHooks(ParameterHooks):
         if call.run == (run := current_run()):  # another of its outputs: FSDP has begun it
             return
         # noted before anything may leave: the unit's other outputs come to this hook, too
-        call.run = run
+        call.begins_in(run)
         self._to_come[number] = max(0, self._to_come[number] - 1)
         if self._run is None:
             self._follow_reduction()

@@ -1,4 +1,4 @@
-"""The ways that are drawn for contributors: of a gradient, a step's end, a view. Each name is one of that file's code."""
+"""The ways that are drawn for contributors: of a gradient, a step's end, a view. Each name is one of the code."""
 
 import ast
 import re

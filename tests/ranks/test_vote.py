@@ -165,7 +165,7 @@ def questions_of_two(rank):
         def answered(self, *, agreed, num_yes):
             heard.append((agreed, *num_yes))
 
-    vote.question = Question()
+    vote.ask_too(Question())
     for _ in WORDS:
         vote.agree([True], [0.0], [], {})
     vote.close()

@@ -82,10 +82,12 @@ class CurrentDeadline:
         """Whether each rank gets as much work as it has time for."""
         return self._window.dealt
 
-    def restore(self, history: History) -> None:
-        """Go on from a saved history."""
+    def restore(self, history: History, seconds: float | None = None) -> None:
+        """Go on from the history of another run, or of a peer, who knows the ``seconds`` of the running step, too."""
         self._window.restore(history)
         self._use_costs()
+        if seconds is not None:
+            self.seconds = seconds
 
     def of_ranks(self, number: int) -> None:
         """So many ranks take part from here on; the others count in no quorum."""

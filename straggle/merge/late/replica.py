@@ -72,12 +72,13 @@ class Question(Protocol):
 class Vote(Protocol):
     """Whether a replica leaves its step. All of its ranks ask at the same places, and are told the same.
 
-    ``question``: what they are asked with each merged step beside that. ``ahead()``: what one rank says with each vote,
-    as a number, of what is to come; 0: nothing so far.
+    ``ahead()``: what one rank says with each vote, as a number, of what is to come; 0: nothing so far.
     """
 
-    question: Question | None
     ahead: Callable[[], int] | None
+
+    def ask_too(self, question: Question) -> None:
+        """With each merged step ask the ranks this, too; on all of them."""
 
     def begin(self, step: int, *, stood_in: bool) -> None:
         """This step begins; ``stood_in``: this rank was, in the one before."""
@@ -234,7 +235,7 @@ class UnitVote:
     ) -> None:
         self._channel, self._place_name, self._inside, self._names = channel, place_name, inside, names
         self._tell = tell
-        self.question: Question | None = None
+        self._question: Question | None = None
         self.ahead: Callable[[], int] | None = None
         self._num_steps = self._step = 0
         self._number = 0  # of the question
@@ -243,6 +244,10 @@ class UnitVote:
         # torch keeps a record of each of the last 2,000 collectives, in memory of the thread that launches them: in the
         # training thread's, records of votes would lie between the units' gradients, and break it up
         self._launcher = world.Executor(1, thread_name_prefix="straggle-votes")
+
+    def ask_too(self, question: Question) -> None:
+        """With each merged step ask the ranks this, too."""
+        self._question = question
 
     def begin(self, step: int, *, stood_in: bool) -> None:
         """This step begins; if it is late, too, then because of whom its replica waited for in the one before."""
@@ -311,12 +316,12 @@ class UnitVote:
         numbers = [*waited_s, *pairs, *[0.0] * (2 * MAX_SCALARS - len(pairs)), *tells]
         own = torch.zeros(self._channel.world_size, len(numbers), dtype=torch.float64)
         own[self._channel.rank] = torch.tensor(numbers, dtype=torch.float64)
-        word, *yes = (0, False, False) if self.question is None else self.question()
+        word, *yes = (0, False, False) if self._question is None else self._question()
         said = torch.tensor([mark, mark * mark, word, word * word, *map(int, yes)])
         marks, squares, words, of_words, first, second, *rest = self._sum(torch.cat([said, own.flatten()]), _MERGED)
-        if self.question is not None:
+        if self._question is not None:
             agreed = words > 0 and self._channel.world_size * of_words == words * words
-            self.question.answered(agreed=agreed, num_yes=(round(first), round(second)))
+            self._question.answered(agreed=agreed, num_yes=(round(first), round(second)))
         by_rank = [rest[first : first + len(numbers)] for first in range(0, len(rest), len(numbers))]
         waits, told = [row[: len(waited_s)] for row in by_rank], [row[first_told:] for row in by_rank]
         means = means_of(row[len(waited_s) : first_told] for row in by_rank)
