@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from straggle.extras import needs_extra
+from straggle.integrations.accelerate_members import as_if_alone, know_members
 from straggle.integrations.member_data import MemberLoader
 from straggle.integrations.options import Accumulation, take_options, wrapped
 from straggle.merge.rows.step_record import StepRecord
@@ -30,7 +31,6 @@ from straggle.parallel import StagedDataParallel
 
 with needs_extra("accelerate"):
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType, send_to_device
 
 _DDP_KINDS = ("MULTI_CPU", "MULTI_GPU")
@@ -109,13 +109,7 @@ class StagedAccelerator(Accelerator):
         self.register_for_checkpointing(self._trained_on)
 
     def _count_members(self, record: StepRecord) -> None:
-        """What Accelerate knows of the job is what the step's members know of it, in each step the same on all."""
-        present = [rank.rank for rank in record.report.ranks if not rank.absent]
-        known = {"num_processes": len(present)} if present else {}
-        if (own := self._staged[0].rank) in present:
-            known["process_index"] = present.index(own)
-        PartialState._shared_state.update(known)
-        AcceleratorState._shared_state.update(known)
+        know_members(record.report, self._staged[0].rank)
 
     def prepare_data_loader(self, data_loader: Any, *positional: Any, **words: Any) -> Any:
         """Prepare as the base class does, or as this class says for ``members``."""
@@ -124,14 +118,8 @@ class StagedAccelerator(Accelerator):
         if self._trained_on is None:
             self._trained_on = MemberLoader(data_loader, place=lambda batch: send_to_device(batch, self.device))
             return self._trained_on
-        known = {**PartialState._shared_state}
-        PartialState._shared_state.update(num_processes=1, process_index=0)
-        AcceleratorState._shared_state.update(num_processes=1, process_index=0)
-        try:
+        with as_if_alone():
             return super().prepare_data_loader(data_loader, *positional, **words)
-        finally:
-            PartialState._shared_state.update(known)
-            AcceleratorState._shared_state.update(known)
 
     @property
     def is_main_process(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from straggle import world
 from straggle.data.dealt_loader import KEPT, order_of
 from straggle.data.epochs import Epochs
 from straggle.parallel import StagedDataParallel
@@ -19,11 +20,17 @@ class MemberLoader:
     the loop counts them from 0: one that was complete before this process came to the job, or before its checkpoint,
     has no batches. ``place(batch)`` is called with each batch, to move it to the device.
 
-    ``catches_up``: the loop is in such an epoch. Raises ``ValueError`` for a loader whose samples cannot be dealt.
+    ``endless``: the loop counts steps, and takes as many as it wants in each iteration; an epoch of the data takes more
+    of them if a rank is away. ``catches_up``: the loop is in an epoch that was complete before.
+    Raises ``ValueError`` for a loader whose samples cannot be dealt.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, seed: int = 0, place: Callable[[Any], Any]) -> None:
-        self._given, self._order, self._place = loader, order_of(loader, seed), place
+    def __init__(
+        self, loader: DataLoader[Any], *, seed: int = 0, place: Callable[[Any], Any], endless: bool = False
+    ) -> None:
+        self._given, self._order, self._place, self._endless = loader, order_of(loader, seed), place, endless
+        assert loader.batch_size is not None
+        self._per_step = world.dist.get_world_size() * loader.batch_size  # if all ranks are there
         self._num_begun = 0  # iterations
         self.catches_up = False
         self.epochs: Epochs | None = None
@@ -33,7 +40,6 @@ class MemberLoader:
         """Deal to the ranks of this model."""
         given, dataset = self._given, self._given.dataset
         assert given.batch_size is not None
-        self._per_step = model.world_size * given.batch_size
         self.epochs = epochs = Epochs(
             model,
             num_samples=len(dataset),  # type: ignore[arg-type]
@@ -61,15 +67,12 @@ class MemberLoader:
     def __iter__(self) -> Iterator[Any]:
         """The rest of the running epoch, or nothing."""
         epochs, loader = self._dealt()
+        while self._endless:
+            yield from map(self._place, epochs.batches(loader))
         number, self._num_begun = self._num_begun, self._num_begun + 1
         self.catches_up = number < epochs.number
         if not self.catches_up:
-            for batch in epochs.batches(loader):
-                yield self._place(batch)
-
-    def set_epoch(self, epoch: int) -> None:
-        """The next iteration is this epoch, as the loop counts them."""
-        self._num_begun = epoch
+            yield from map(self._place, epochs.batches(loader))
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run, or a rank that comes back, needs; also one of another number of ranks."""

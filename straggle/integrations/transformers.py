@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from straggle.backward.hooks import ModuleHook
 from straggle.extras import needs_extra
 from straggle.integrations.options import Accumulation, LastLoss, take_options, wrapped
+from straggle.integrations.trainer_members import TrainerMembers
 from straggle.merge.rows.step_record import StepRecord
 from straggle.observe.scalars import StepScalars
 from straggle.observe.watch.watch import Watch, watch
@@ -36,7 +37,7 @@ _NO_TOKENS = 1e-6  # tokens of a rank whose labels are all masked: its gradients
 class StagedTrainerMixin:
     """Makes a class derived from ``Trainer`` train with `StagedDataParallel`: ``class My(StagedTrainerMixin, Base)``.
 
-    It takes ``stages``, ``deadline``, ``estimator``, ``late_handling``, ``merge`` and ``links`` as
+    It takes ``stages``, ``deadline``, ``estimator``, ``late_handling``, ``merge``, ``links`` and ``members`` as
     `StagedDataParallel` does. With one process, or without a process group, it behaves like the base class.
 
     What differs from the base class on several processes:
@@ -53,6 +54,9 @@ class StagedTrainerMixin:
       `StepScalars` are logged with it: ranks late, gradients dropped, seconds waited and saved.
     - Evaluation and saving belong to no step: no rank is late in them, and all ranks wait for each other at their end.
     - A checkpoint has ``straggle_RANK.pt`` of each rank; without it a resumed run begins with an empty history.
+    - With ``members`` a run has as many steps as without, and each sample comes once an epoch of the data, which takes
+      more steps while a rank is away. Each rank evaluates all data, and the lowest that is there saves. A process that
+      comes late goes on in the step that the others are in.
 
     Raises ``ValueError`` for options that would wait for a stuck rank or merge in another way: DeepSpeed, FSDP,
     ``include_num_input_tokens_seen``, ``dispatch_batches``, ``auto_find_batch_size``.
@@ -69,7 +73,8 @@ class StagedTrainerMixin:
 
     def __init__(self, *positional: Any, **words: Any) -> None:
         # all names are ours: the class behind has private ones, too
-        self._staged_options = take_options(words)
+        self._staged_options = take_options(words, members=True)
+        self._staged_members: TrainerMembers | None = None
         self._staged: StagedDataParallel | None = None
         self._staged_accumulation, self._staged_scalars = Accumulation(), StepScalars()
         self._staged_merged_loss = 0.0  # mean of the last step, over ranks
@@ -84,6 +89,8 @@ class StagedTrainerMixin:
         if self._staged_takes_part():
             self._staged_check_arguments()
             self.args.average_tokens_across_devices = False  # the merge does it
+            if "members" in self._staged_options:
+                self._staged_members, self._staged_averages_tokens = TrainerMembers(self), False
 
     def _staged_takes_part(self) -> bool:
         return bool(self.args.parallel_mode == ParallelMode.DISTRIBUTED)
@@ -115,7 +122,9 @@ class StagedTrainerMixin:
 
     def get_train_dataloader(self) -> Any:
         """As the base class; refuses a loader that reads on one rank for all, because all would wait for it."""
-        loader = super().get_train_dataloader()  # type: ignore[misc]
+        members = self._staged_members
+        with contextlib.nullcontext() if members is None else members.training_loader():
+            loader = super().get_train_dataloader()  # type: ignore[misc]
         if self._staged_takes_part() and type(loader).__name__ == "DataLoaderDispatcher":
             raise ValueError(
                 "this loader reads on one rank and sends to the others, which would wait for it in every batch: set "
@@ -134,6 +143,33 @@ class StagedTrainerMixin:
         self._staged.register_step_hook(self._staged_merged)
         self._staged.register_forward_pre_hook(ModuleHook(self._staged_before_forward))
         return self._staged
+
+    def _prepare_for_training(self, max_steps: int, loader: Any, resume_from_checkpoint: str | None) -> Any:
+        prepared = super()._prepare_for_training(max_steps, loader, resume_from_checkpoint)  # type: ignore[misc]
+        if self._staged_members is not None and self._staged is not None:
+            self._staged_members.begin(self._staged, resume_from_checkpoint)
+        return prepared
+
+    def _run_epoch(self, **words: Any) -> None:
+        """As the base class; a process that comes late, or goes on from a checkpoint, is in the middle of one."""
+        if (members := self._staged_members) is not None:
+            per_epoch = words["num_update_steps_per_epoch"]
+            if not (left := members.steps_left(words["epoch"], per_epoch)):
+                return
+            words |= {"num_update_steps_per_epoch": left, "steps_trained_in_current_epoch": 0}
+        super()._run_epoch(**words)  # type: ignore[misc]
+
+    def _save_checkpoint(self, *positional: Any, **words: Any) -> None:
+        if self._staged_members is None or self.args.should_save:
+            super()._save_checkpoint(*positional, **words)  # type: ignore[misc]
+
+    def store_flos(self) -> None:
+        """As the base class; with ``members`` those of this rank, without a collective."""
+        if self._staged_members is None:
+            super().store_flos()  # type: ignore[misc]
+            return
+        self.state.total_flos += self.current_flos  # type: ignore[has-type]
+        self.current_flos = 0
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """The number of items of this rank alone, which is its weight in the merge."""
@@ -265,7 +301,10 @@ class StagedTrainerMixin:
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)  # type: ignore[misc]
         if self._staged is not None:
-            torch.save(self._staged.straggle_state(), self._staged_state_file(output_dir))
+            members = self._staged_members
+            torch.save(self._staged.straggle_state(own=members is None), self._staged_state_file(output_dir))
+            if members is not None:
+                members.save(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
@@ -274,7 +313,8 @@ class StagedTrainerMixin:
         self._staged.load_straggle_state(torch.load(path, weights_only=True))
 
     def _staged_state_file(self, folder: str) -> Path:
-        return Path(folder) / f"straggle_{self.args.process_index}.pt"
+        own = self.args.process_index if self._staged_members is None else 0
+        return Path(folder) / f"straggle_{own}.pt"
 
 
 class _MicroBatch:

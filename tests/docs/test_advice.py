@@ -114,6 +114,12 @@ ELSEWHERE = {
     "dealt from step to step, in one batch each; leave it out, and give the loader a larger batch_size": (
         "tests/ranks/test_accelerate.py::test_what_members_do_not_go_with_is_told_what_to_do"
     ),
+    "in one batch each; leave it out, and set a larger per_device_train_batch_size": (
+        "tests/ranks/test_transformers.py::test_what_would_wait_for_a_stuck_rank_is_refused_with_what_to_do"
+    ),
+    "also for those that are gone: leave them out, or members=": (
+        "tests/ranks/test_transformers.py::test_what_would_wait_for_a_stuck_rank_is_refused_with_what_to_do"
+    ),
     "members= needs the loader that is trained on": (
         "tests/ranks/test_accelerate.py::test_what_members_do_not_go_with_is_told_what_to_do"
     ),

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from launch_jobs import loaded_launch
+from told import merged, samples_of, told_by
 
 pytestmark = [
     pytest.mark.slow,  # accelerate takes its seconds to load
@@ -50,6 +49,10 @@ for epoch in range({EPOCHS}):
         if (rank, start, epoch, number) == (victim, 0, 1, {KILLED_IN}):
             tell("killed")
             os.kill(os.getpid(), signal.SIGKILL)
+        if model.last_report is not None and any(own.absent for own in model.last_report.ranks):
+            while number == {KILLED_IN} + 3 and not os.path.exists(f"told.{{victim}}.1"):
+                time.sleep(0.05)
+            time.sleep(0.4)  # the others give it time to come back
         with accelerator.accumulate(model):
             tell("has", ids.tolist())
             accelerator.backward(nn.functional.mse_loss(model(a), b))
@@ -71,29 +74,6 @@ for epoch in range({EPOCHS}):
 parameters = [own.detach().numpy().tobytes() for own in accelerator.unwrap_model(model).parameters()]
 tell("end", hashlib.sha256(b"".join(parameters)).hexdigest(), scheduler.get_last_lr())
 """
-
-
-def told_by(folder: Path) -> dict[tuple[int, int], list[list[Any]]]:
-    """By rank and start, what each process of the job has done."""
-    files = {tuple(map(int, path.name.split(".")[1:])): path for path in folder.glob("told.*")}
-    return {(place[0], place[1]): [*map(json.loads, path.read_text().splitlines())] for place, path in files.items()}
-
-
-def merged(told: dict[tuple[int, int], list[list[Any]]]) -> dict[int, tuple[int, Counter[int]]]:
-    """By step, its epoch and the samples that were merged in it."""
-    steps = dict[int, tuple[int, Counter[int]]]()
-    for (rank, _), lines in told.items():
-        for had, made in pairwise(lines):
-            if had[0] == "has" and made[0] == "step" and rank in made[3]:
-                steps.setdefault(made[1], (made[2], Counter()))[1].update(had[1])
-    return steps
-
-
-def samples_of(steps: dict[int, tuple[int, Counter[int]]], epoch: int) -> Counter[int]:
-    counted = Counter[int]()
-    for number, samples in steps.values():
-        counted += samples if number == epoch else Counter()
-    return counted
 
 
 @pytest.mark.parametrize("victim", [0, 1])

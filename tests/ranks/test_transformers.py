@@ -339,7 +339,8 @@ def refused(rank, folder):
 
     said = []
     for own, changes in (
-        ({"members": straggle.Elastic()}, {}),
+        ({"members": straggle.Elastic()}, {}),  # with two micro-batches a step
+        ({"members": straggle.Elastic()}, {"gradient_accumulation_steps": 1, "metric_for_best_model": "loss"}),
         ({}, {"include_num_input_tokens_seen": "all"}),
         ({}, {"auto_find_batch_size": True}),
     ):
@@ -350,7 +351,8 @@ def refused(rank, folder):
 
 
 def test_what_would_wait_for_a_stuck_rank_is_refused_with_what_to_do(tmp_path, run_loaded):
-    members, tokens, size = json.loads(run_loaded(refused, NUM_RANKS, str(tmp_path), timeout_s=120)[0])
-    assert "loop of your own" in members
+    members, best, tokens, size = json.loads(run_loaded(refused, NUM_RANKS, str(tmp_path), timeout_s=120)[0])
+    assert "leave it out, and set a larger per_device_train_batch_size" in members
+    assert "leave them out, or members=" in best
     assert "leave it out" in tokens
     assert "per_device_train_batch_size" in size
