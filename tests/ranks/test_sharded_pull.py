@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
+from members import run_forked_job, run_job
 from ranks import Raised, run_ranks, staged
+from replicas import ranks_of, start_again
 from sharded_whole_steps import SHARDS, alone, assert_equal, train
 from sharding import batch, pair
 from whole_steps import LAYER_S
@@ -113,3 +117,32 @@ def plain_pool(rank: int) -> list[float]:
 
 def test_a_replica_that_is_not_late_drops_nothing():
     assert run_ranks(plain_pool, 4) == [[0.0] * 4] * 4
+
+
+def on_board(rank, board):
+    """A rank of a job that the test ends; the last one is twice as slow."""
+    layer_s = 0.002 * (2.0 if rank == 2 * SHARDS - 1 else 1.0)
+    own = {"end": lambda steps: steps >= board.end, "made": lambda steps: board.note(rank, steps)}
+    return train(rank, lambda: time.sleep(layer_s), **own)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [run_forked_job, run_job], ids=["processes", "world"])
+def test_replicas_that_are_killed_and_stopped_and_come_back_change_no_parameter(run):
+    with run(2 * SHARDS, on_board, replica_size=SHARDS) as job:
+        job.walk(3)
+        job.kill(1)
+        job.walk(5, ranks_of(1))
+        start_again(job, 0)
+        job.wait(lambda: min(map(job.board.made, ranks_of(0))) > 0, "it is back")
+        job.walk(5)
+        job.stop(0)
+        job.walk(8, ranks_of(1))
+        job.resume(0)
+        job.meet()
+        ends = job.finish()
+    for rank, (parameters, made, seen) in enumerate(ends):
+        assert not seen[-1].was_out
+        assert_equal(rank, parameters, alone(made))
+    assert [own.step for own in ends[-1][2]] == list(range(ends[-1][1]))
+    assert any(own.attempts > 1 for own in ends[-1][2])
