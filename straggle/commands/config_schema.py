@@ -112,8 +112,6 @@ def _check_sharded(own: dict[str, Any]) -> None:
     """What is there for ranks that each have a copy of the model is refused."""
     if own["rebalance"]:
         raise _excluded("rebalance=by_speed", "samples are dealt out to ranks, and a replica is several")
-    if own["work"] == "pulled":
-        raise _excluded("work=pulled", "micro-batches are drawn by ranks, and a replica is several")
     if _is_of("Paced", own["workload"]):
         raise _excluded("workload=paced", "its sleeps are hooks on whole parameters")
 

@@ -260,11 +260,12 @@ class StagedJob(Job):
         self._missed.merged(self._number, record.table)
 
     def _pool(self) -> StepBatches:
-        """All micro-batches of the step."""
-        number = self._position.number
+        """All micro-batches of the step; if the model is sharded, this rank's part of each."""
+        number, shard = self._position.number, 0 if self.mesh is None else self.mesh["dp_shard"].get_local_rank()
         total = dist.get_world_size() * self.num_microbatches * self._batch_size
         samples = self._shard.part(number, total=total, first=0, count=total)
-        return StepBatches(samples.view(-1, self._batch_size).tolist(), lambda own: self._load(torch.tensor(own)))
+        own = samples.view(-1, self.ranks_per_replica, self._batch_size)[:, shard]
+        return StepBatches(own.tolist(), lambda part: self._load(torch.tensor(part)))
 
     def records(self) -> list[StepRecord]:
         kept: list[StepRecord] = []

@@ -169,7 +169,6 @@ def test_view_names_absent_ranks_and_says_when_the_members_change() -> None:
             "rebalance=by_speed and parallel=sharded exclude each other: samples are dealt out to ranks",
         ),
         (["parallel=sharded", "workload=paced"], "workload=paced and parallel=sharded exclude each other"),
-        (["parallel=sharded", "work=pulled", "num_microbatches=2"], "work=pulled and parallel=sharded exclude each"),
         (["resume=true", "run_dir=/nowhere"], "resume=true: there is no checkpoint in run_dir=/nowhere"),
     ],
 )

@@ -33,6 +33,22 @@ def test_train_pulls_resumes_and_is_replayed(tmp_path):
     assert "parameters as in runs/a: identical" in train("replay=runs/a", "run_dir=runs/b", "steps=30")
 
 
+@pytest.mark.slow
+def test_sharded_replicas_pull_and_resume(tmp_path):
+    def train(*more):
+        keys = (*TINY, "workload.depth=1", "parallel=sharded", "report=false", "metrics=none", "run_dir=runs/a")
+        return run_command("train", 4, *keys, "num_microbatches=4", "work=pulled", *more, folder=tmp_path)
+
+    slow = ["faults.slow.ranks=[3]", "faults.slow.factor=4.0", "~faults.sometimes", "deadline=none"]
+    train(*slow, "steps=15")
+    train(*slow, "steps=25", "resume=true")
+    records = list(map(json.loads, (tmp_path / "runs/a/trace.jsonl").read_text().splitlines()))
+    assert len(records) == 25
+    for record in records:
+        assert sum(rank["parts"] for rank in record["ranks"]) == record["pool_parts"] == 8
+    assert sum(record["ranks"][1]["parts"] for record in records[5:]) < 80  # one of its ranks is slow
+
+
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
