@@ -12,8 +12,9 @@ from straggle.advise.pulled import Pulled
 from straggle.advise.slow import HELD_UP, MATTERS, UNUSUAL, Slowness, SlowRank
 from straggle.advise.timings import Timings
 from straggle.advise.verdict import Choice, Verdict
-from straggle.observe.findings import PLACES, ms
+from straggle.observe.findings import PLACES
 from straggle.observe.numbers.intervals import LEVEL, Interval
+from straggle.observe.numbers.registry import seconds_shown as shown
 from straggle.observe.numbers.replicas import Replicas
 from straggle.report import in_words, text_table
 
@@ -158,7 +159,7 @@ class _Does:
         fewest = min(range(len(pulled.drawn)), key=pulled.drawn.__getitem__)
         return (
             f"rank {fewest} would compute {pulled.drawn[fewest]:.1f} micro-batches in a step, others up to "
-            f"{max(pulled.drawn):.1f}: steps of {ms(pulled.gain.step_s)}, and nothing is dropped"
+            f"{max(pulled.drawn):.1f}: steps of {shown(pulled.gain.step_s)}, and nothing is dropped"
         )
 
     def _pull(self, number: int) -> str:
@@ -174,7 +175,7 @@ def _brings(gain: Gain, of: Replicas) -> str:
     share = f"{_percent(gain.dropped)} of the gradients are dropped"
     dropped = share if gain.dropped.value > 0 else "no gradient is dropped"
     return (
-        f"It brings {_between(gain.speedup)} times as many gradients per second: a step takes {ms(gain.step_s)}, "
+        f"It brings {_between(gain.speedup)} times as many gradients per second: a step takes {shown(gain.step_s)}, "
         f"{_percent(gain.saved)} less than when all {of.rows} are waited for, and {dropped}."
     )
 
@@ -200,8 +201,8 @@ def _headline(timings: Timings, slowness: Slowness) -> str:
     lost, of = slowness.lost_s / slowness.step_s, timings.replicas
     return (
         f"in {timings.num_steps} steps of {timings.num_ranks} {of.rows}, from step {int(timings.step[0])} on, a step "
-        f"took {ms(slowness.step_s)} on average, and its slowest {of.row} was {ms(slowness.lost_s)} behind the middle "
-        f"of the others ({lost:.0%} of a step). From {timings.source}."
+        f"took {shown(slowness.step_s)} on average, and its slowest {of.row} was {shown(slowness.lost_s)} behind the "
+        f"middle of the others ({lost:.0%} of a step). From {timings.source}."
     )
 
 
@@ -220,7 +221,7 @@ def _about(rank: SlowRank, timings: Timings, judged: Verdict) -> str:
     fixed = " That does not go by the samples, so to have fewer of them is no help." if rank in judged.fixed else ""
     return (
         f"{who[:1].upper()}{who[1:]} {manner}, in {rank.steady:.0%} of these steps: then it takes {rank.times:.2f} "
-        f"times as long as the others, {ms(rank.excess_s)} more. Of that, {where}.{fixed} The job takes "
+        f"times as long as the others, {shown(rank.excess_s)} more. Of that, {where}.{fixed} The job takes "
         f"{_between(rank.slowdown)} times as long because of it."
     )
 
@@ -237,8 +238,8 @@ def _of_one(timings: Timings) -> str:
     where = ", ".join(f"{share:.0%} {_place(phase, timings)}" for share, phase in shares if share >= _NAMED)
     return (
         f"{timings.source}: {timings.num_steps} steps of one rank, which waits for no other, from step "
-        f"{int(timings.step[0])} on. A step took {ms(step_s)} on average and {ms(timings.seconds.max())} at most, of "
-        f"which {ms(own_s)} are its own work: {where}."
+        f"{int(timings.step[0])} on. A step took {shown(step_s)} on average and {shown(timings.seconds.max())} at "
+        f"most, of which {shown(own_s)} are its own work: {where}."
     )
 
 
@@ -275,12 +276,12 @@ def _summed_up(slowness: Slowness, timings: Timings) -> Iterator[str]:
         )
     if (waited_s := float(timings.collective_s.max(axis=1).mean())) >= _PART * slowness.step_s:
         yield (
-            f"In {waited_s / slowness.step_s:.0%} of a step ({ms(waited_s)}) {of.rows} wait in collectives of the "
+            f"In {waited_s / slowness.step_s:.0%} of a step ({shown(waited_s)}) {of.rows} wait in collectives of the "
             "loop's own, where a deadline does not help: take them out of the steps (docs/loop.md), or what is "
             "predicted for deadlines does not come."
         )
     if slowness.network_s >= _PART * slowness.step_s:
-        share = f"{slowness.network_s / slowness.step_s:.0%} of a step ({ms(slowness.network_s)}) is"
+        share = f"{slowness.network_s / slowness.step_s:.0%} of a step ({shown(slowness.network_s)}) is"
         yield (
             f"{share} the network: it comes after the slowest {of.row}'s own work, and no deadline changes it."
             f"{_whose_link(of) * (timings.num_ranks > 2 and not timings.knows_links)}"
@@ -315,7 +316,7 @@ def _name(gain: Gain) -> str:
 def _table(judged: Verdict, timings: Timings, first: int) -> str:
     """The chosen row is the first one. A name that is too long has a line of its own."""
     which = f"steps from {int(timings.step[first])} on, run with" if first else "the same steps, run with"
-    now = (ms(timings.seconds[first:].mean()), "", "", "")
+    now = (shown(timings.seconds[first:].mean()), "", "", "")
     named = [(_name(one.gain), _numbers(one.gain)) for one in judged.choices]
     named.append(("as in this run", now) if judged.kind == "keep" else ("waiting for all, as now", now))
     head = (which, "step", "time saved", "dropped", "gradients/s")
@@ -331,7 +332,7 @@ def _table(judged: Verdict, timings: Timings, first: int) -> str:
 
 def _numbers(gain: Gain) -> tuple[str, ...]:
     return (
-        ms(gain.step_s),
+        shown(gain.step_s),
         _short(gain.saved, 100, "%"),
         _short(gain.dropped, 100, "%") if gain.dropped.value > 0 else "none",
         f"x {gain.speedup.value:.2f} ({gain.speedup.low:.2f}-{gain.speedup.high:.2f})",

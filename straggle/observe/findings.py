@@ -13,6 +13,7 @@ import numpy as np
 
 from straggle.links.network_event import TIMES
 from straggle.observe.numbers.link_spells import long_merges
+from straggle.observe.numbers.registry import seconds_shown
 from straggle.observe.numbers.run import Run
 from straggle.observe.numbers.run_numbers import RankInRun, RunNumbers
 from straggle.observe.stuck import stuck_sentences
@@ -112,7 +113,7 @@ def _bad_numbers(run: Run, numbers: RunNumbers) -> Iterator[str]:
 def _saved(run: Run, numbers: RunNumbers, *, advises: bool = True) -> Iterator[str]:
     if math.isnan(numbers.saved_share):
         return
-    own, ddp = ms(numbers.own.mean_s), ms(numbers.ddp.mean_s)
+    own, ddp = seconds_shown(numbers.own.mean_s), seconds_shown(numbers.ddp.mean_s)
     dropped = f"{numbers.dropped_share:.1%} of the gradients were dropped"
     if numbers.saved_share >= LITTLE:
         paid = f"for which {dropped}" if numbers.late else "and no gradient was dropped"
@@ -266,8 +267,8 @@ def _network(run: Run) -> Iterator[str]:
         why = f"{of.row} {then[0].slow.rank}'s link was slow then" if then else _UNEXPLAINED[run.knows_links]
         yield (
             f"In {_steps(long.number, run.num_steps)} the merge took {TIMES:g} times as long on the network as usual "
-            f"({ms(long.usual_s)}) or longer, though all {of.rows} had submitted: at most {ms(long.longest_s)}, in "
-            f"step {long.longest_step}; {why}."
+            f"({seconds_shown(long.usual_s)}) or longer, though all {of.rows} had submitted: at most "
+            f"{seconds_shown(long.longest_s)}, in step {long.longest_step}; {why}."
         )
 
 
@@ -341,8 +342,3 @@ def _longest_row(flags: Any) -> int:
 def _steps(count: int, of: int) -> str:
     share = count / of
     return f"{share:.0%} of its steps ({count} of {of})" if share >= 0.01 else f"{count} of its {of} steps"
-
-
-def ms(seconds: float) -> str:
-    """Seconds in words."""
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.0f} ms"

@@ -1,10 +1,12 @@
 """A run's numbers, each declared once: its name in files and on the page, its unit, its words, and what it comes from.
 
-``summary.json``, the page, the table at a run's end and a comparison ask this registry.
+``summary.json``, the page, the table at a run's end and a comparison ask this registry; sentences about a run write
+their numbers by its units, too (`shown`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -16,13 +18,31 @@ from straggle.observe.numbers.run_numbers import RankInRun, RunNumbers
 from straggle.schema import described
 
 Unit: TypeAlias = Literal["seconds", "share", "index", "loss", "count", ""]
+
+
+def seconds_shown(seconds: float) -> str:
+    """As in "412 ms", "1.25 s", "14.2 s" and "3 min 4 s"."""
+    if seconds < 1:
+        return f"{1e3 * seconds:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
 _SHOWN: Mapping[Unit, Callable[[float], str]] = {
-    "seconds": lambda value: f"{1e3 * value:.0f} ms",
-    "share": lambda value: f"{value:.1%}",
-    "index": lambda value: f"{value:.2f}",
-    "loss": lambda value: f"{value:.3f}",
-    "count": lambda value: f"{value:,}",
+    "seconds": seconds_shown,
+    "share": "{:.1%}".format,
+    "index": "{:.2f}".format,
+    "loss": "{:.4g}".format,
+    "count": "{:,}".format,
 }
+
+
+def shown(value: float, unit: Unit) -> str:
+    """A number for people, wherever it stands: in a terminal, on the page, in a sentence."""
+    return "not known" if math.isnan(value) else _SHOWN[unit](value)
 
 
 @dataclass(frozen=True)
@@ -42,8 +62,8 @@ class Number:
     stable: bool = False
 
     def shown(self, value: float) -> str:
-        """In a terminal."""
-        return _SHOWN[self.unit](value)
+        """For people."""
+        return shown(value, self.unit)
 
     def called(self, row: str = "rank") -> str:
         """Its row in a table."""

@@ -21,7 +21,7 @@ from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
 from straggle.observe.findings import advise
 from straggle.observe.numbers.goodput import Goodput
-from straggle.observe.numbers.registry import NUMBERS, Unit
+from straggle.observe.numbers.registry import NUMBERS, shown
 from straggle.observe.numbers.replicas import Replicas
 from straggle.observe.numbers.run import Run, read_run, read_steps
 from straggle.observe.numbers.run_numbers import RankInRun, RunNumbers, numbers_of
@@ -163,7 +163,9 @@ def _run_part(charts: _Charts, run: Run, numbers: RunNumbers, steps: Sequence[in
                 str(number),
                 stage.name,
                 f"{stage.numel:,}",
-                _cell(f"stage_share.{number}", numbers.stage_share[number], _share(numbers.stage_share[number])),
+                _cell(
+                    f"stage_share.{number}", numbers.stage_share[number], shown(numbers.stage_share[number], "share")
+                ),
             )
             for number, stage in enumerate(run.stages)
         ],
@@ -192,7 +194,7 @@ def _of_run(name: str, run: Run, numbers: RunNumbers) -> Cell:
         return _CELLS[name](run, numbers)
     own = NUMBERS[name]
     value = run.summary.get(name) if own.of is None else own.of(run, numbers)
-    return Cell("") if value is None else _cell(name, value, _SHOWN[own.unit](value))
+    return Cell("") if value is None else _cell(name, value, own.shown(value))
 
 
 def can_be_late(numbers: Sequence[RunNumbers]) -> bool:
@@ -205,8 +207,8 @@ def _rank_row(rank: RankInRun, replicas: Replicas, *, drawn: bool) -> list[Cell]
     causes = ", ".join(f"{cause} {count}" for cause, count in rank.causes.items())
     return [
         Cell(str(rank.rank)),
-        _cell(f"{key}.late", rank.late, f"{rank.late:,} ({_share(rank.late_share)})"),
-        _cell(f"{key}.reach", rank.reach, _share(rank.reach)),
+        _cell(f"{key}.late", rank.late, f"{rank.late:,} ({shown(rank.late_share, 'share')})"),
+        _cell(f"{key}.reach", rank.reach, shown(rank.reach, "share")),
         _cell(f"{key}.stood_in", rank.stood_in, f"{rank.stood_in:,}"),
         _cell(f"{key}.absent", rank.absent, f"{rank.absent:,}"),
         *([_cell(f"{key}.drawn", rank.drawn, _drew(rank))] if drawn else []),
@@ -263,7 +265,7 @@ def _chosen(run: Run, steps: Sequence[int]) -> dict[int, str]:
 def _about(run: Run, numbers: RunNumbers) -> str:
     """The run in one line."""
     text = f"{run.num_steps:,} steps of {run.num_ranks} {run.replicas.row}{'' if run.num_ranks == 1 else 's'}"
-    text += f" in {_duration(numbers.seconds)}" if numbers.seconds else ""
+    text += f" in {shown(numbers.seconds, 'seconds')}" if numbers.seconds else ""
     parts = [
         f"{key} {_target(run.config[key])}" for key in ("workload", "deadline", "estimator") if run.config.get(key)
     ]
@@ -296,11 +298,7 @@ def _replicas(run: Run) -> Cell:
 
 
 def _seconds(key: str, seconds: float) -> Cell:
-    return _cell(key, seconds, _time(seconds))
-
-
-def _time(seconds: float) -> str:
-    return f"{1e3 * seconds:,.0f} ms" if seconds < 10 else _duration(seconds)
+    return _cell(key, seconds, shown(seconds, "seconds"))
 
 
 def _cell(key: str, value: float, text: str) -> Cell:
@@ -309,37 +307,13 @@ def _cell(key: str, value: float, text: str) -> Cell:
 
 def _goodput(own: Goodput) -> Cell:
     lost = own.lost()
-    return _cell("goodput", own.share, _share(own.share) + (f" (lost: {lost})" if lost else ""))
+    return _cell("goodput", own.share, shown(own.share, "share") + (f" (lost: {lost})" if lost else ""))
 
 
 def _fairness(key: str, index: float, least: float) -> Cell:
     return _cell(key, index, f"{index:.2f} (least: {least:.0%} of the mean rank)")
 
 
-def _plain(value: float) -> str:
-    return f"{value:.4g}"
-
-
-def _share(share: float) -> str:
-    return "not known" if math.isnan(share) else f"{share:.1%}"
-
-
-def _duration(seconds: float) -> str:
-    if math.isnan(seconds):
-        return "not known"
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
-
-
-_SHOWN: Mapping[Unit, Callable[[float], str]] = {
-    "seconds": _time,
-    "share": _share,
-    "loss": _plain,
-    "count": "{:,}".format,
-}
 _CELLS: Mapping[str, Callable[[Run, RunNumbers], Cell]] = {
     "fairness": lambda _, of: _fairness("fairness", of.fairness.index, of.fairness.least),
     "fairness_input_stage": lambda _, of: _fairness(
