@@ -34,7 +34,7 @@ from straggle.merge.round.step_passes import AnyPasses, Passes, StopRule
 from straggle.merge.rows.telemetry import NO_FINGERPRINT
 from straggle.merge.state.exchange import Given
 from straggle.merge.state.module_state import ModuleState
-from straggle.merge.wire.channel import PeerFailed
+from straggle.merge.wire.channel import PeerFailed, ToRepeat
 from straggle.policies.estimators import FillIn
 from straggle.report import Phase
 from straggle.source.chunks import GradientChunks
@@ -325,7 +325,7 @@ class OpenStep(PassWatcher):
         # before anything is taken: only now it is known which pass came to its end
         self.settle()
         try:
-            if error is not None and not only_late:
+            if error is not None and not (only_late or isinstance(error, ToRepeat)):
                 # the source first: what it holds of a pass that was left is not to outlive the step
                 self._source.step_over(left=True)
                 self._coordinator.fail(error)

@@ -9,7 +9,7 @@ from torch import nn
 
 from straggle import Elastic, FixedDeadline, MembersChanged, StagedDataParallel
 from straggle.lab.world.faults import Freeze
-from straggle.lab.world.run import run_world
+from straggle.lab.world.run import parameters_of, run_world
 
 STEPS, AT = 6, 2  # after this step the rank dies
 
@@ -200,6 +200,48 @@ def test_list_that_was_too_short_from_the_start_is_no_change_of_members():
     done = run_world(of_another_number, ranks=2, seed=1)
     for rank, (told, most, own_rank) in enumerate(done.results):
         assert told == [
-            f"rank {rank}, after step 2, all_gather of the loop's own: its tensors are for another number of ranks than 2"
+            f"rank {rank}, after step 2, all_gather of the loop's own: "
+            "its tensors are for another number of ranks than 2"
         ]
         assert (most, own_rank) == (1.0, rank)
+
+
+def in_the_block(rank, when):
+    """As a contrastive loss does: each step gathers from all ranks. Rank 1 dies in one."""
+    torch.manual_seed(0)
+    model = StagedDataParallel(nn.Linear(4, 2), deadline=FixedDeadline(0.5), members=Elastic(1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    first, told = model.register_state(optimizer=optimizer), []
+    for step in range(first, 40):
+        with model.step():
+            rank.work(0.05)
+            each = [torch.zeros(2) for _ in range(dist.get_world_size())]
+            if first == 0 and rank.number == 1 and step == AT and when == "before":
+                rank.job.kill(1)
+                rank.job.start_later(1, 0.2)
+                rank.work(0.0)
+            dist.all_gather(each, own(rank.number, step))
+            if first == 0 and rank.number == 1 and step == AT and when == "after":
+                rank.job.kill(1)
+                rank.job.start_later(1, 0.2)
+                rank.work(0.0)
+            model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        report = model.last_report
+        told.append((step, [r.weight for r in report.ranks], parameters_of(model.module), dist.get_world_size()))
+    return told
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_step_in_whose_block_a_collective_was_to_be_repeated_ends_early_on_all_ranks(when):
+    for size, seed in [(3, 1), (4, 2), (3, 3)]:
+        done = run_world(lambda rank: in_the_block(rank, when), ranks=size, seed=seed)
+        told = done.results
+        assert all(isinstance(own, list) and own for own in told), told
+        assert all(own == told[0] for number, own in enumerate(told) if number != 1)
+        assert [step for step, *_ in told[0]] == list(range(40))
+        assert told[0][-1][3] == size  # rank 1 is back
+        assert told[1][-1] == told[0][-1]
+        without = [step for step, weights, *_ in told[0] if not any(weights)]
+        assert without in ([], [AT], [AT + 1])

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from straggle.members.view import View
+from straggle.merge.wire.channel import ToRepeat
 
 Ranks = tuple[tuple[int, int], ...]  # each with the generation with which it came in, as this rank saw it
 
@@ -24,12 +25,12 @@ class Number(NamedTuple):
 NOWHERE = Number(-2, 0)  # of a rank whose collectives are its own
 
 
-class MembersChanged(RuntimeError):
+class MembersChanged(ToRepeat):
     """The members have changed, and a collective of the loop's own has to be repeated with as many tensors as ranks.
 
     All members raise it in the same collective, whose tensors are as they were. ``rank`` is this rank, ``step`` the
     step that its loop has left last; ``before`` are the ranks that the collective was called for, ``ranks`` those that
-    are left of them.
+    are left of them. In a step's block, uncaught, it ends the block early.
     """
 
     def __init__(self, message: str, rank: int, step: int, before: tuple[int, ...], ranks: tuple[int, ...]) -> None:

@@ -74,6 +74,10 @@ class PeerFailed(RuntimeError):
     """A rank ended in an error or could not be reached; the text names the rank, step and stage."""
 
 
+class ToRepeat(RuntimeError):
+    """A call of the loop's own is to be repeated, and nothing is broken: uncaught, it ends a step's block early."""
+
+
 def comes_of_peer(error: BaseException | None) -> bool:
     """Whether a peer that is gone, or the way to it, is the reason of an error: of itself, or of what it followed."""
     while error is not None:
