@@ -237,12 +237,15 @@ def _from_trace(trace: Trace) -> Timings:
 
 def _of_reports(path: Path, reports: list[StepReport]) -> Timings:
     stages = reports[-1].stages
-    stage_share = np.array(shares_of([stage.numel for stage in stages]))
+    stage_share = np.array(shares_of([stage.numel for stage in stages]) if stages else [1.0])
     of = {
         name: np.array([[getattr(rank, name) for rank in report.ranks] for report in reports], dtype=float)
         for name in (*(f"{phase}_s" for phase in PHASES), "wait_s", "compute_s", "late", "stood_in")
     }
-    stage_s = np.array([[rank.stage_s for rank in report.ranks] for report in reports], dtype=float)
+    if stages:
+        stage_s = np.array([[rank.stage_s for rank in report.ranks] for report in reports], dtype=float)
+    else:  # the whole is the only one
+        stage_s = np.where(of["late"] == 0, of["compute_s"], np.nan)[..., np.newaxis]
     unit_share = np.broadcast_to(stage_share, stage_s.shape).copy()
     unit_s = _untruncated(stage_s, of["compute_s"], stage_share)
     finished = of["late"] == 0

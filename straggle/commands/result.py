@@ -99,7 +99,7 @@ def _print(summary: dict[str, Any], run_dir: Path, replicas: Replicas, shares: S
             (label[f"step_seconds_{which}"], shown[f"step_seconds_{which}"], f"{under} {shown[f'ddp_seconds_{which}']}")
             for which in ("median", "mean")
         ),
-        (label["goodput"], shown["goodput"], Goodput(summary["goodput_seconds"]).lost()),
+        (label["goodput"], shown["goodput"], _lost(summary)),
         (label["dropped_share"], shown["dropped_share"], _shares(summary["dropped_share_per_rank"], replicas)),
         (label["late"], _late(summary), _counts(summary, replicas)),
         (f"{label['fairness']} (1: all the same)", shown["fairness"], _least(summary, "", of)),
@@ -130,10 +130,19 @@ def _print(summary: dict[str, Any], run_dir: Path, replicas: Replicas, shares: S
     print_table("dropped per stage, in the order of backward", ("stage", "dropped"), stages, {"files": run_dir})
 
 
+def _lost(summary: Mapping[str, Any]) -> str:
+    lost = Goodput(summary["goodput_seconds"]).lost()
+    return f"lost to: {lost}" if lost else ""
+
+
 def outcome(summary: Mapping[str, Any], of: Replicas) -> str:
     """What the run gained over DDP, and what was paid for it, in one sentence."""
     own_s, ddp_s = summary["step_seconds_mean"], summary["ddp_seconds_mean"]
-    gained = f"A step took {own_s / ddp_s:.2f} of its time under DDP ({1e3 * own_s:.0f} of {1e3 * ddp_s:.0f} ms, means)"
+    if ddp_s > 0:
+        share = f"{own_s / ddp_s:.2f} of its time under DDP"
+        gained = f"A step took {share} ({1e3 * own_s:.0f} of {1e3 * ddp_s:.0f} ms, means)"
+    else:
+        gained = f"A step took {1e3 * own_s:.0f} ms in the mean, and no rank had data"
     if not summary["dropped_share"]:
         return f"{gained}, and no gradient was dropped."
     paid = f"{summary['dropped_share']:.1%} of the gradients were dropped"

@@ -81,6 +81,12 @@ def test_kills_and_freezes_change_no_parameter(ranks, steps):
     assert any(own.attempts > 1 for own in run_with(faults, ranks=ranks, steps=steps))
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_pool_that_is_dealt_by_cost_loses_nothing_either(ranks):
+    faults = faults_of(ranks, ranks, kills=3, freezes=2, cuts=1, length_s=0.15 * 16 * 4 / ranks)
+    assert any(own.attempts > 1 for own in run_with(faults, ranks=ranks, steps=16, costs=True))
+
+
 @pytest.mark.parametrize("fault", [Kill(0, 0.05), Freeze(0, 0.05, 4.0), Cut(0, 0.05, 4.0)], ids=repr)
 def test_what_is_lost_in_the_first_step_is_computed_in_it_too(fault):
     seen = run_with([fault], ranks=3, steps=4)

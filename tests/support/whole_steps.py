@@ -85,11 +85,12 @@ def train(
     members: bool = True,
     told: Callable[[], bool] = lambda: False,
     made: Callable[[int], None] = lambda _: None,
+    costs: bool = False,
     **options: Any,
 ) -> tuple[list[list[float]], int, list[Made]]:
     """The parameters, the steps that were made, and those of them that this process made.
 
-    ``told()``: it is to end soon.
+    ``told()``: it is to end soon. ``costs``: the pool is dealt by those of its micro-batches, which differ.
     """
     optimizer, counter, seen = optimizer_of(module), Counter(), list[Made]()
     model = StagedDataParallel(module, members=Elastic(1, 1.0) if members else None, links=False, **options)
@@ -98,7 +99,9 @@ def train(
         with model.step() as step:
             if told() and step.departure is not None:
                 step.departure.ask()
-            for numbers in step.pull(samples_of(counter.steps), seed=counter.steps):
+            parts = samples_of(counter.steps)
+            of_parts = [1.0 + sum(numbers) for numbers in parts] if costs else None
+            for numbers in step.pull(parts, costs=of_parts, seed=counter.steps):
                 loss_of(model, numbers).backward()
         optimizer.step()
         optimizer.zero_grad()

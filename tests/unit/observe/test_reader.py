@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pages import a_rank, a_step, write_run
 from recorded_jobs import JOBS, write_watched
 
 from straggle.advise.timings import read_timings
@@ -36,6 +38,13 @@ def test_page_and_advice_refuse_what_is_not_watched_in_the_same_words(content: s
             read(tmp_path)
         refusals.append(str(refused.value).partition(": KeyError")[0])
     assert refusals[0] == refusals[1]
+
+
+def test_trace_without_stages_is_read_as_of_one(tmp_path: Path) -> None:
+    ranks = [replace(a_rank(number, pace=1.0 + number), stages=(), stage_s=()) for number in range(2)]
+    timings = read_timings(write_run(tmp_path, [a_step(step, ranks, stages=()) for step in range(12)]))
+    assert timings.stage_share.tolist() == [1.0]
+    assert timings.unit_s[0].tolist() == [[0.5], [1.0]]
 
 
 def test_page_and_advice_take_the_folder_that_was_watched_into(tmp_path: Path) -> None:

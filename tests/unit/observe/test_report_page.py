@@ -44,6 +44,11 @@ def test_run_ends_with_what_it_gained_over_ddp_and_what_was_dropped_for_it() -> 
     assert nothing.endswith("and no gradient was dropped.")
 
 
+def test_run_without_data_ends_without_a_share_of_ddp() -> None:
+    summary = summarize([a_step(step, [a_rank(0, idle=True), a_rank(1, idle=True)]) for step in range(5)], {}, ["x"], 1)
+    assert result.outcome(summary, Replicas()).startswith("A step took 620 ms in the mean, and no rank had data")
+
+
 def test_numbers_shown_are_those_of_the_trace(tmp_path: Path) -> None:
     write_run(tmp_path, slow_run())
     shown = content_of(write_report(tmp_path)).values
