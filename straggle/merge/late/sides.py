@@ -351,6 +351,7 @@ class MergeSide:
     def submit(self, now: float) -> None:
         """All of this rank's part is on its way."""
         self._submitted_at = now
+        # in one assignment: another thread reads both without the lock
         self._on_its_way = self.step, now
 
     def on_its_way(self) -> tuple[int, float]:

@@ -118,6 +118,7 @@ class StandIn:
             # with the lock, between its decision and its sleep: it would sleep past this
             self._closing = True
             self._wakes.notify()
+        # without the lock, which the thread takes once more before it ends
         if self._thread is not None:
             end_of([self._thread], _END_S)
 

@@ -162,7 +162,7 @@ class Coordinator:
 
     def make_spare(self) -> None:
         """Before this rank asks to be let in: take the memory of its first round."""
-        with self._lock:
+        with self._lock:  # the stand-in may begin a round, and takes the spare
             self._rounds.make_spare()
 
     def pause(self) -> None:

@@ -438,6 +438,7 @@ class Round:
     ) -> None:
         """Go on in other groups, in which these messages of the first buckets are on their way or over."""
         self.terms = replace(self.terms, groups=groups, generation=generation, rows_tell_all=rows_tell_all)
+        # before anything is launched here: how many there are is the number of the next bucket
         self.launched = launched
         if self.closed:
             self._launch_rest()

@@ -98,6 +98,7 @@ class JobStore:
         ends_at = world.monotonic() + ANSWER_S
         if self._problem is None:
             end_of([self._thread], ANSWER_S)  # it may be in a look
+        # after the watching thread, which may have put another connection in this one's place
         self._connection.close()
         if self._problem is None:
             end_of([self._connection.thread], ends_at - world.monotonic())
