@@ -136,7 +136,7 @@ class Pings:
 
     def merged(self, step: int, of: Callable[[], Merged]) -> None:
         """``step`` is merged; by the training thread. ``of`` is called by the thread that pings, if at all."""
-        self._last = of
+        self._last = of  # one assignment: the thread that pings has the step before, or all of this one
         if self._thread is None and world.monotonic() - self._looked_at > self._begins_s:
             self.begin()
         if self._is_due:
@@ -149,6 +149,7 @@ class Pings:
     def _run(self) -> None:
         server: PingServer | None = None
         try:
+            # the word, then who answers by it, then where: a peer that finds the place is answered
             self._places.agree()
             server = PingServer(own_address(default_store()), self._places.token, self._progress)
             self._places.publish(server.host, server.port)
@@ -189,9 +190,10 @@ class Pings:
             self._turn.clear()
             return world.monotonic() - self._began_at >= _LONG_EVERY_S and not self._closing.is_set()
         if not self._is_due:
-            self._turn.clear()
+            self._turn.clear()  # the training thread may have set it as the last ping began
             if self._overdue_s(merged) < 0:
                 return False
+            # before it is due: from then on the training thread reads them
             self._count = max(1, len(merged.members))
             self._place = merged.members.index(self._rank) if self._rank in merged.members else 0
             self._is_due, self._due_at = True, world.monotonic()

@@ -49,7 +49,7 @@ class HandedOnLines:
     def add(self, number: int, line: Line, *, writes: bool) -> None:
         """One more line, which is built when it is written; ``writes``: this rank is the writer at present."""
         with self._lock:
-            self._pending.append((number, line))
+            self._pending.append((number, line))  # whoever writes it: the writer may die before it has
             if not writes:
                 self._close()
             elif self._has_file() or self._take_over():

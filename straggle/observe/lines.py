@@ -42,7 +42,7 @@ class LineWriter:
         except OSError as error:
             self._leave_out(error)
             return False
-        self._end += len(data)
+        self._end += len(data)  # after all of it: a line that failed half way is cut off at the end before it
         self._torn = False
         return True
 

@@ -99,12 +99,13 @@ class MetricsExporter:
         """
         if self._closing.is_set():
             return
+        # the hooks first: what would be put behind the end of the queue is never counted
         self._hook.remove()
         self._members_hook.remove()
         self._stuck_hook.remove()
         self._closing.set()
         self._records.put(None)
-        self._thread.join()
+        self._thread.join()  # then the endpoint: a scrape until now has the last steps
         if self.endpoint is not None:
             if clean:
                 self._targets.remove(self._rank)

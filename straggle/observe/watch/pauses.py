@@ -42,7 +42,7 @@ class PauseDetector:
             self._poll()
         if not (self._gc_s or self._stopped_s):
             return
-        with self._lock:
+        with self._lock:  # the thread that polls adds to these
             found, self._gc_s, self._stopped_s = {"gc_s": self._gc_s, "stopped_s": self._stopped_s}, 0.0, 0.0
         for kind, seconds in found.items():
             if seconds > 0:
@@ -62,6 +62,7 @@ class PauseDetector:
 
     def collecting(self, phase: str, _info: Any) -> None:
         """A garbage collection begins or ends: a callback of ``gc``."""
+        # without the lock: it may begin in a thread that holds it, and that would wait for itself
         if phase == "start":
             self._gc_since = self._now()
         else:

@@ -122,7 +122,7 @@ class _Watched:
 
     def close(self) -> None:
         """Remove the hooks and close the file."""
-        for handle in self._handles:
+        for handle in self._handles:  # before the file is closed: a hook may end a step, and write it
             handle.remove()
         self._handles.clear()
         self.recorder.close()
