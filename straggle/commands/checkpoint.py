@@ -18,15 +18,19 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
+    get_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
 from torch.optim import Optimizer
 
-from straggle.commands import durable, sharded_state
+from straggle.commands import durable
 from straggle.commands.agreement import ALL, Ranks, RefusedByAll, Result, of_ranks, on_all_ranks
 from straggle.commands.durable import FileSeal, Snapshot
 from straggle.lab.sharding import is_sharded
@@ -87,9 +91,7 @@ class Checkpoint:
             new = self.directory / name
             sealed = self._on_all(lambda: _write(new, model, optimizer, state, dealt, common=ranks.leads))
             if is_sharded(model.module):
-                sealed += self._on_all(
-                    lambda: _sealed(new, sharded_state.save(new, model.module, optimizer, ranks.group))
-                )
+                sealed += self._on_all(lambda: _sealed(new, _save_shards(new, model.module, optimizer, ranks.group)))
             files = {name: seal for of_rank in sealed for name, seal in of_rank.items()}
             about = _about(step, model) | ({} if ranks.are_all else {"alone": True})
             self._on_all(lambda: durable.publish(new, about, files) if ranks.leads else None)
@@ -172,7 +174,7 @@ class Checkpoint:
                 own = _of_rank(dist.get_rank())
                 if own in snapshot.state["files"] or (_of_as_many(snapshot) and "alone" not in snapshot.state):
                     snapshot.check(own)
-                for name in sharded_state.of_this_rank(snapshot.state["files"]):
+                for name in _shards_of_this_rank(snapshot.state["files"]):
                     snapshot.check(name)
                 loadable.append(snapshot)
             except ValueError as error:
@@ -189,7 +191,7 @@ class Checkpoint:
     ) -> None:
         common, own = read
         if is_sharded(model.module):
-            sharded_state.load(found.directory, model.module, optimizer, self.ranks.group)
+            _load_shards(found.directory, model.module, optimizer, self.ranks.group)
         else:
             model.module.load_state_dict(common["model"])
             set_optimizer_state_dict(model.module, optimizer, common["optimizer"], options=_FLAT)
@@ -327,3 +329,47 @@ def _save(content: Any, path: Path) -> None:
 def _load(path: Path) -> dict[str, Any]:
     """The content of a file, on the CPU; no code of its own runs."""
     return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+
+
+# -- a sharded model and its optimizer, by torch.distributed.checkpoint: a mesh of another shape can read them
+
+_FOLDER = "shards"
+_Group = dist.ProcessGroup | None
+
+
+def _save_shards(new: Path, module: nn.Module, optimizer: Optimizer, group: _Group = None) -> list[str]:
+    """Write this rank's shards below ``new``; returns the names of the files that it answers for.
+
+    Collective over ``group``, or all ranks. Raises ``OSError``, on all of them, if they cannot be written.
+    """
+    parts, place = _parts(module, optimizer), dist.get_rank(group)
+    _together(lambda: state_dict_saver.save(parts, checkpoint_id=new / _FOLDER, process_group=group), OSError)
+    own = sorted(path.name for path in (new / _FOLDER).glob(f"__{place}_*"))
+    about_all = [".metadata"] if place == 0 else []
+    return [f"{_FOLDER}/{name}" for name in (*own, *about_all)]
+
+
+def _load_shards(found: Path, module: nn.Module, optimizer: Optimizer, group: _Group = None) -> None:
+    """Read what is this rank's of it. Collective; raises ``RuntimeError``, on all ranks, for another model's."""
+    parts = _parts(module, optimizer)
+    _together(lambda: state_dict_loader.load(parts, checkpoint_id=found / _FOLDER, process_group=group), RuntimeError)
+    set_state_dict(module, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"])
+
+
+def _shards_of_this_rank(files: Iterable[str]) -> list[str]:
+    """Those of a checkpoint's files with shards that this rank checks, so that each is read by one rank."""
+    shards = sorted(name for name in files if name.startswith(f"{_FOLDER}/"))
+    return shards[dist.get_rank() :: dist.get_world_size()]
+
+
+def _parts(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    model, of_optimizer = get_state_dict(module, optimizer)
+    return {"model": model, "optimizer": of_optimizer}
+
+
+def _together(work: Callable[[], object], kind: type[Exception]) -> None:
+    """Raise the ranks' own errors, of this kind: torch's is no ``Exception``, and has a traceback of each rank."""
+    try:
+        work()
+    except CheckpointException as error:
+        raise kind("; ".join(f"rank {rank}: {own}" for rank, (own, _) in sorted(error.failures.items()))) from None

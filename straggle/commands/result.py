@@ -18,9 +18,8 @@ from straggle.extras import remedy
 from straggle.lab.jobs import StagedJob
 from straggle.observe.console import print_table
 from straggle.observe.numbers.goodput import Goodput, goodput_of
-from straggle.observe.numbers.registry import NUMBERS
+from straggle.observe.numbers.registry import NUMBERS, summarize
 from straggle.observe.numbers.replicas import Replicas
-from straggle.observe.numbers.summary import summarize
 from straggle.report import StepReport
 
 _LESS = 0.85  # of an equal share, or below: that is no noise

@@ -16,7 +16,7 @@ from repository import ROOT
 from straggle.commands.config import load
 from straggle.commands.config_schema import config_dir
 from straggle.lab import comparison
-from straggle.observe.numbers import summary
+from straggle.observe.numbers import registry
 
 GENERATE = runpy.run_path(str(ROOT / "docs" / "generate.py"))
 TEMPLATE = (ROOT / "docs" / "configuration.md.in").read_text()
@@ -67,7 +67,7 @@ def test_field_without_a_text_is_refused_by_name() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("command", "fields"), [("train", summary.FIELDS), ("compare", comparison.FIELDS)])
+@pytest.mark.parametrize(("command", "fields"), [("train", registry.FIELDS), ("compare", comparison.FIELDS)])
 def test_file_of_a_run_has_the_declared_fields(command: str, fields: dict[str, Any], tmp_path: Path) -> None:
     run_command(command, 1, "workload=digits", "steps=3", "faults=none", "run_dir=.", folder=tmp_path)
     file = "summary.json" if command == "train" else "compare.json"

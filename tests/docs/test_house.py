@@ -188,7 +188,7 @@ BUDGET = {
     "loop": 2330,
     "members": 6650,
     "merge": 9640,
-    "observe": 4780,
+    "observe": 4720,
     "policies": 2750,
     "pools": 1400,
     "replay": 170,

@@ -9,8 +9,8 @@ import pytest
 from pages import a_rank, a_step, write_run
 
 from straggle.observe.numbers.goodput import LOST, USES, Goodput, Uses, uses_of
+from straggle.observe.numbers.registry import summarize
 from straggle.observe.numbers.run import read_run
-from straggle.observe.numbers.summary import summarize
 
 
 def of(reports, ended_at=None):

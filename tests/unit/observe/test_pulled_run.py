@@ -11,9 +11,9 @@ from rich.console import Console
 from straggle.commands.report import report
 from straggle.observe.console import LiveView
 from straggle.observe.findings import advise
+from straggle.observe.numbers.registry import summarize
 from straggle.observe.numbers.run import read_run
 from straggle.observe.numbers.run_numbers import numbers_of
-from straggle.observe.numbers.summary import summarize
 from straggle.observe.page.page import write_report
 from straggle.observe.scalars import StepScalars
 

@@ -16,9 +16,9 @@ from straggle.advise.answer import answer
 from straggle.commands.result import finish
 from straggle.observe.console import LastSteps
 from straggle.observe.numbers.reader import Trace
+from straggle.observe.numbers.registry import summarize
 from straggle.observe.numbers.replicas import Replicas
 from straggle.observe.numbers.run import run_of
-from straggle.observe.numbers.summary import summarize
 from straggle.observe.page.page import write_report
 from straggle.policies.ddp_time import DdpStep
 

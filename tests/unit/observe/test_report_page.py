@@ -21,10 +21,10 @@ from straggle.commands import result
 from straggle.commands.report import arguments
 from straggle.observe.findings import advise
 from straggle.observe.numbers.reader import Trace
+from straggle.observe.numbers.registry import summarize
 from straggle.observe.numbers.replicas import Replicas
 from straggle.observe.numbers.run import read_run, read_steps
 from straggle.observe.numbers.run_numbers import numbers_of
-from straggle.observe.numbers.summary import summarize
 from straggle.observe.page.figures import timeline
 from straggle.observe.page.page import write_page, write_report
 from straggle.observe.trace import read_trace
