@@ -55,10 +55,10 @@ class Turns:
         """Those that the rank has drawn after it, in order."""
         return self._drawn.parts[self._begun :]
 
-    def ask_ahead(self) -> None:
+    def ask_ahead(self, less: float = 0.0) -> None:
         """Request the one after the next, if the rank does not have it; called whenever a pass is nearly over."""
         numbers = self._draws.numbers
-        if len(numbers) - self._taken <= 1 and self._of_pool.cost(numbers) + 1 <= self._most_ahead:
+        if len(numbers) - self._taken <= 1 and self._of_pool.cost(numbers) + 1 <= self._most_ahead - less:
             self._draws.ask()
 
     def next(self) -> bool:
@@ -100,7 +100,9 @@ class Turns:
     def promise(self) -> int:
         """What comes next, in a word, if it is known without waiting: from here on it is as good as begun."""
         if self._begun == self._taken:
-            self.ask_ahead()
+            # early in the pass, so that the answer is there at its last vote: only what is this replica's part by its
+            # speed, as a slow one would draw what a fast one could begin sooner
+            self.ask_ahead(less=1.0)
             self._draws.look()
             left = len(self._draws.numbers) - self._begun
             if left > 1 or (left == 1 and self._draws.exhausted):

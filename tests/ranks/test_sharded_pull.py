@@ -9,10 +9,11 @@ import torch
 from members import run_forked_job, run_job
 from ranks import Raised, run_ranks, staged
 from replicas import ranks_of, start_again
-from sharded_whole_steps import SHARDS, alone, assert_equal, train
+from sharded_whole_steps import SHARDS, alone, assert_equal, mesh_of, sharded, train
 from sharding import batch, pair
-from whole_steps import LAYER_S
+from whole_steps import LAYER_S, PARTS, Net, loss_of, samples_of
 
+from straggle import StagedDataParallel
 from straggle.lab.world.faults import Cut, Freeze, Kill, Notice, Stall
 from straggle.lab.world.run import run_world
 
@@ -53,6 +54,28 @@ def test_a_rank_that_is_stuck_in_a_micro_batch_changes_no_parameter():
 @pytest.mark.parametrize("fault", [Kill(0, 0.6), Freeze(1, 0.6, 4.0), Cut(0, 0.6, 4.0), Notice(1, 0.6)], ids=repr)
 def test_a_replica_that_leaves_changes_no_parameter(fault):
     run_with([fault], replicas=2, steps=12)
+
+
+def drawn_by_speed(rank) -> list[tuple[int, float]]:
+    """What the slow replica drew in each step, and when the step was over."""
+    mesh, own = mesh_of(members=False)
+    net = sharded(Net(), mesh, lambda: rank.work(LAYER_S * (2.0 if rank.number == 3 else 1.0)))
+    model, seen = StagedDataParallel(net, links=False, **own), []
+    for number in range(8):
+        with model.step() as step:
+            for part in step.pull([samples[rank.number % SHARDS :: SHARDS] for samples in samples_of(0)], seed=number):
+                loss_of(model, part).backward()
+        net.zero_grad()
+        seen.append((int(model.last_report.ranks[1].parts), rank.now))
+    model.close()
+    return seen
+
+
+def test_slow_replica_draws_less_and_steps_are_shorter():
+    seen = run_world(drawn_by_speed, ranks=2 * SHARDS).results[0]
+    assert seen[0][0] == PARTS // 2  # the first pool is dealt out equally
+    assert [parts for parts, _ in seen[3:]] == [PARTS // 2 - 1] * 5
+    assert (seen[-1][1] - seen[-2][1]) < 0.85 * seen[0][1]
 
 
 def with_other_pools(rank: int, weights: bool) -> None:
