@@ -66,6 +66,7 @@ class OverStore(Ranks):
 
     def gather(self, value: Any) -> list[Any]:
         """Raises `PeerFailed` if a rank has not come within the limit."""
+        # the number of the call, which is the same on all ranks, as they make their calls in one order
         until, self._number = time.monotonic() + self._limit_s, self._number + 1
         keys = [f"begin/{self._number}/{rank}" for rank in range(dist.get_world_size())]
         self._store.set(keys[dist.get_rank()], json.dumps(value))

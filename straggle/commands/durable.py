@@ -102,6 +102,7 @@ def publish(new: Path, state: Mapping[str, Any], files: Mapping[str, FileSeal]) 
     for name, wanted in files.items():
         if (size := (new / name).stat().st_size) != wanted.size:
             raise OSError(f"{new / name} has {size:,} bytes of {wanted.size:,}")
+    # the last file: from here on the folder counts
     sealed = {**state, "files": {name: asdict(wanted) for name, wanted in sorted(files.items())}}
     write_text(new / STATE, _dumps({**sealed, "sha256": _sha256_of_state(sealed)}))
     keep_only(new)
@@ -109,6 +110,7 @@ def publish(new: Path, state: Mapping[str, Any], files: Mapping[str, FileSeal]) 
 
 def keep_only(folder: Path) -> None:
     """Remove all other folders beside a complete one."""
+    # its name is on the disk before the others are gone: a power failure leaves one of them
     _sync(folder.parent)
     _sync(folder.parent.parent)
     for other in _folders(folder.parent):
@@ -148,7 +150,7 @@ def write_text(path: Path, text: str) -> None:
         with half.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # the content before the name, or after a power failure the name may have none
         os.replace(half, path)
     except OSError:
         half.unlink(missing_ok=True)

@@ -64,6 +64,7 @@ def train(config: DictConfig) -> None:
     checkpoint = Checkpoint(run_dir / "checkpoint")
     with process_group() as device, StopSignal(file=end_file()) as stop, ExitStack() as held:
         is_first = dist.get_rank() == 0
+        # the folder is this run's before anything in it is read or set aside
         on_all_ranks(lambda: held.enter_context(one_run(run_dir)) if is_first else None)
         resume = _resumes(config, checkpoint)
         if not resume:

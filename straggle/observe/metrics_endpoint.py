@@ -60,6 +60,7 @@ class Endpoint:
 
     def close(self) -> None:
         """Free the port."""
+        # by another thread: it waits for the request that is being answered, which may never end
         threading.Thread(target=self._server.shutdown, daemon=True).start()
         self._thread.join(_CLOSE_S)
         self._server.server_close()
