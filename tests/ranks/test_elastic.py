@@ -759,7 +759,7 @@ def take_telemetry_of_who_has_left(rank):
     channel = ElasticChannel(Elastic(), give_up_s=60.0)
     view = channel.membership.view
     if rank == 1:
-        buffers = StageBuffers(plan, slots, 2)
+        buffers = StageBuffers(plan, slots, 2, columns=ALL_COLUMNS)
         for bucket in range(len(plan.buckets())):
             for work in buffers.all_reduce(bucket, {}, channel.groups):
                 work.wait()
