@@ -16,6 +16,8 @@ from straggle.merge.wire.launcher_words import at_root, said
 from straggle.merge.wire.launcher_words import post_started as post_started
 from straggle.merge.wire.launcher_words import started as started
 
+# in a worker's environment: when its process before ended, by this machine's monotonic clock; and that it was a spare
+ENDED_AT, IS_SPARE = "STRAGGLE_ENDED_AT", "STRAGGLE_SPARE"
 # exit status of a worker for which the job is over, and which must not be restarted; EX_PROTOCOL of sysexits.h
 DO_NOT_RESTART = 76
 # exit status of a worker whose command line or configuration is wrong, as in `argparse`

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sized
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -22,6 +23,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from straggle import world
+from straggle.members.agents import ENDED_AT, IS_SPARE
 from straggle.members.ask_replica import all_have_state
 from straggle.members.elastic import ElasticChannel
 from straggle.members.member import Member
@@ -333,7 +335,20 @@ class Healing:
                 value.load_state_dict(own)
         self._member.healed(view.step, History.from_tensors(state["history"]), state["deadline_s"])
         if not self._member.is_out:
-            _log.warning("rank %d takes part again from step %d on", self._channel.name, view.step)
+            _log.warning(
+                "rank %d takes part again from step %d on%s",
+                self._channel.name,
+                view.step,
+                since_its_end(os.environ, world.monotonic()),
+            )
+
+
+def since_its_end(environment: MutableMapping[str, str], now: float) -> str:
+    """How long ago this rank's process before ended, said once, if this one was started for it on the same machine."""
+    if (ended_at := environment.pop(ENDED_AT, None)) is None:
+        return ""
+    what = "a spare took its place" if IS_SPARE in environment else "it was started again"
+    return f": {what}, and has the state {now - float(ended_at):.2f} s after its end"
 
 
 def is_loader(value: object) -> bool:

@@ -17,14 +17,14 @@ from functools import partial
 from typing import Any
 
 from straggle import world
-from straggle.members.agents import Exited, over, post_over
+from straggle.members.agents import IS_SPARE, Exited, over, post_over
 from straggle.members.connections import Connections
 from straggle.members.failure_detector import FailureDetector, key_of_end
 from straggle.members.heartbeat import Heartbeat, signs_of, step_in
 from straggle.members.in_replica import ALONE, InReplica
 from straggle.members.join_requests import JoinRequests
 from straggle.members.refill import Refill
-from straggle.members.view import DONE, NOTICE, Elastic, Leaving, View
+from straggle.members.view import DONE, NOTICE, OF_A_SPARE, Elastic, Leaving, View
 from straggle.members.view_chain import StoredView, StoreEmptied, ViewChain
 from straggle.merge.wire.arrivals import LongArrival
 from straggle.merge.wire.channel import PeerFailed
@@ -62,7 +62,8 @@ class JobDone(SystemExit):
 
 def new_incarnation() -> str:
     """The name of this process as a member, or of all processes of a replica, which are started together."""
-    return f"{os.environ.get('TORCHELASTIC_RESTART_COUNT') or 0}-{uuid.uuid4().hex[:12]}"
+    kind = OF_A_SPARE if IS_SPARE in os.environ else "-"
+    return f"{os.environ.get('TORCHELASTIC_RESTART_COUNT') or 0}{kind}{uuid.uuid4().hex[:12]}"
 
 
 class Membership:

@@ -12,7 +12,7 @@ _IN_TURNS = 1.0  # if merges do not slow it: they use another link, or wait for 
 _SLOWED = 0.8  # a chunk below this part of the best rate so far was slowed down
 _LONGEST_S = 5.0  # the longest pause; the newcomer waits for a minute for a chunk
 _REST = 4.0  # the state is sent for a fifth of the time, so that no step of the peers becomes much longer,
-_RESTS_S = 0.5  # until the rests add up to so long
+_RESTS_S = 0.1  # until the rests add up to so long: half a second costs the peers no less, and the newcomer 0.6 s
 
 
 class Pace:

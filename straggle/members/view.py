@@ -62,6 +62,7 @@ class Leaving:
 DONE = Leaving("done", "ended")  # its loop is over
 SLOW = ("slow", "link")  # kinds of leaving of a member that is put out, for its work or its link
 NOTICE = Leaving("notice", "was told to end, and handed its place over")
+OF_A_SPARE = "-spare-"  # in the name of a process that has waited to take a place (`straggle launch --spares`)
 NOT_KNOWN = "not known"  # the reason of a change in a view that a rank has not seen
 STARTED_AGAIN = Leaving("restarted", "was started again")
 TOO_FAR_BEHIND = "it fell behind by more merged steps than may wait for it (max_lag)"
@@ -169,7 +170,7 @@ class View:
     def with_joined(self, new: Mapping[int, str], *, step: int, giver: int) -> View:
         """The next view, with new incarnations of these ranks; older incarnations are put out."""
         changes = [Change.left(rank, STARTED_AGAIN) for rank in sorted(new) if rank in self.members]
-        changes += [Change(rank, True, "came back") for rank in sorted(new)]
+        changes += [Change(rank, True, _how_it_came(new[rank])) for rank in sorted(new)]
         members = {**self.members, **new}
         return View(
             self.generation + 1,
@@ -363,3 +364,7 @@ def leader(view: View, healing: Iterable[int]) -> int:
     """The member that lets others in: the lowest that is not itself waiting for its state."""
     whole = [rank for rank in view.ranks if rank not in set(healing)]
     return min(whole or view.ranks)
+
+
+def _how_it_came(incarnation: str) -> str:
+    return "a spare took its place" if OF_A_SPARE in incarnation else "came back"

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,8 @@ def test_spare_that_has_run_the_script_takes_the_place_of_a_rank_that_dies(tmp_p
         wait_for(job, tmp_path, "pid.1.1")  # at once: a new process would begin in a minute
         assert int(left(tmp_path, "pid", 1, 1)) == spare
         first, second = (json.loads(left(tmp_path, "environment", 1, count)) for count in (0, 1))
-        assert second == {**first, "TORCHELASTIC_RESTART_COUNT": "1"}
+        assert float(second.pop("STRAGGLE_ENDED_AT")) <= time.monotonic()
+        assert second == {**first, "TORCHELASTIC_RESTART_COUNT": "1", "STRAGGLE_SPARE": "1"}
         ready(job, 2)
         assert len(spares_of(tmp_path, (0, 0), (1, 0), (1, 1))) == 1
         (tmp_path / "end").touch()

@@ -78,6 +78,7 @@ class Agent:
         self.rank = worker.rank
         self.exited: Exited | None = None  # how its last process ended; by the agent's thread
         self.why = ""  # it stays down, if it has not done its work; by the agent's thread
+        self._ended_at: float | None = None  # of the last process; by the agent's thread
         self._worker, self._rules = worker, rules
         self._store, self._world_size = store, world_size
         self._ended = ended
@@ -200,6 +201,7 @@ class Agent:
             if process is None:
                 return None
             status = process.wait()
+            self._ended_at = time.monotonic()
             with self._lock:
                 self._runs = False  # its number may soon be another process's
         exited = Exited.of(status, count=count, ran_s=round(time.monotonic() - since, 3))
@@ -209,6 +211,8 @@ class Agent:
 
     def _start(self, count: int) -> Process | None:
         environment = {**self._worker.environment, "TORCHELASTIC_RESTART_COUNT": str(count)}
+        if self._ended_at is not None:
+            environment[agents.ENDED_AT] = str(self._ended_at)
         log = None if self._worker.log_dir is None else self._log(self._worker.log_dir, count)
         with self._lock:
             if self._stopping.is_set():

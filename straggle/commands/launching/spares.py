@@ -22,7 +22,7 @@ from typing import IO
 
 from straggle.commands.launching.restarting import RestartRules, StaysDown, next_start
 from straggle.commands.launching.worker_process import GivenLater, Process, Program, SpareStarter
-from straggle.members.agents import Exited
+from straggle.members.agents import ENDED_AT, IS_SPARE, Exited
 from straggle.waits import NowAndThen
 
 _ON_S, _OFF_S = 0.02, 0.08  # of a spare that loads
@@ -76,7 +76,8 @@ class Spare:
             with contextlib.suppress(OSError):
                 self._log.replace(log)
         with self.gives, contextlib.suppress(OSError):  # it has died just now, as its agent will see
-            self.gives.send(json.dumps({name: environment[name] for name in self._later}).encode())
+            given = {name: environment[name] for name in (*self._later, ENDED_AT) if name in environment}
+            self.gives.send(json.dumps({**given, IS_SPARE: "1"}).encode())
         return self.process
 
     def hear(self) -> str | None:

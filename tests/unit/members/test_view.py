@@ -5,7 +5,7 @@ import json
 import pytest
 
 from straggle import Elastic
-from straggle.members.view import DONE, STARTED_AGAIN, WATCHED, Change, Leaving, Silence, View, leader
+from straggle.members.view import DONE, OF_A_SPARE, STARTED_AGAIN, WATCHED, Change, Leaving, Silence, View, leader
 
 SILENT = Leaving("silent", "no sign of life")
 VIEW = View(3, {0: "0-a", 2: "1-b", 3: "0-c"}, (Change(1, False, "ended"), Change(2, True, "came back")), 7, 0)
@@ -212,3 +212,11 @@ def test_member_that_is_watched_no_more_is_forgotten():
     silence = Silence(0.25)
     assert looked(silence, *every(0.25, 0.0, 1.25, {1: "a"}), (1.5, {2: "b"})) == ()
     assert looked(silence, (1.75, {1: "a", 2: "b"})) == ()  # it has come back: its time begins again
+
+
+def test_spare_that_took_a_place_is_said_to_have():
+    view = VIEW.with_joined({1: f"2{OF_A_SPARE}x", 5: "1-y"}, step=9, giver=0)
+    assert {own.rank: own.reason for own in view.changes if own.joined} == {
+        1: "a spare took its place",
+        5: "came back",
+    }
