@@ -17,7 +17,7 @@ from training import features, mlp
 from whole_steps import EACH_EPOCH, LAYER_S, NUM_SAMPLES, Net, alone, assert_equal, samples_of, train
 
 from straggle import Merge
-from straggle.lab.world.faults import Cut, Freeze, Kill, Notice, Stall
+from straggle.lab.world.faults import Cut, Freeze, Kill, Notice, Stall, StoreAway
 from straggle.lab.world.run import run_world
 
 pytestmark = pytest.mark.light
@@ -97,6 +97,13 @@ def test_a_rank_that_is_late_in_a_micro_batch_has_it_computed_by_others_and_what
     stalls = [Stall(0, 0.63, 1.5), Stall(1, 2.93, 0.5)]
     seen = run_with(stalls, ranks=3, steps=30, deadline=0.2, members=False)
     assert sum(own.attempts > 1 for own in seen) >= 2
+
+
+@pytest.mark.parametrize("at_s", [0.62, 0.9])
+def test_what_is_lost_while_the_store_does_not_answer_is_dealt_out_equally(at_s):
+    faults = [StoreAway(0.55, 4.0), Stall(0, at_s, 1.5)]
+    seen = run_with(faults, ranks=3, steps=24, deadline=0.2, members=False)
+    assert max(own.attempts for own in seen) <= 3
 
 
 @pytest.mark.parametrize("at_s", [0.5, 0.52, 0.54, 0.56])
