@@ -197,7 +197,7 @@ class Regrouping:
             self._member.put_out()  # the view that put this rank out was skipped: this newer one was there first
         began_at = world.monotonic()
         progress = self._member.freeze()
-        told: Sequence[int] = [] if self._own is None else self._own.freeze()
+        told: Sequence[int] = [] if self._own is None else self._own.freeze(view)
         joins = progress.step < 0
         if joins and self._channel.rank not in view.joined:  # it was too late for the view that let it in
             late = "returns: it was let in, and the members changed before it was ready"

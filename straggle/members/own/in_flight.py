@@ -6,9 +6,11 @@ collective is the first that it has not over. What another has over is over on a
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -21,9 +23,12 @@ from straggle.members.own.participants import NOWHERE, MembersChanged, Number, P
 from straggle.members.view import View
 from straggle.merge.wire.channel import PeerFailed
 from straggle.merge.wire.groups import GlooGroup, is_of_peer, is_over, succeeded
-from straggle.waits import NowAndThen, until
+from straggle.merge.wire.store import ANSWER_S
+from straggle.waits import NowAndThen, end_of, until
 
 _SLICE_S = 0.1  # each slice that ends before its collective costs 0.2 ms of CPU
+_LAST = "last-own"  # under which a rank whose loop is over says what it has
+_MOST_IN_VAIN = 20
 _LOOK_S = 0.002
 _SLOWEST_LOOK_S = 0.05  # for others to come
 _NAME_S = 1.0  # between two looks who has not come
@@ -91,6 +96,7 @@ class InFlight:
         self._open: deque[Call] = deque()
         self._groups: dict[Key, GlooGroup | None] = {}  # `None`: it is being formed
         self._missing: dict[Key, list[int]] = {}  # who has not come to a group that is being formed
+        self._num_in_vain = 0  # since the last step, on a rank that is no member
         self.count = 0  # of those that were begun
 
     # -- what the loop sees
@@ -223,8 +229,12 @@ class InFlight:
     def _changed_error(self, call: Call, left: tuple[int, ...]) -> Exception:
         with self._changed:
             may_be_old = self._participants.may_be_old(call.number.step)
-        if left == call.before and not may_be_old:
+        if left and left == call.before and not may_be_old:
             return ValueError(f"{self._where(call)}: its tensors are for another number of ranks than {len(left)}")
+        if not left:
+            self._num_in_vain += 1
+            if self._num_in_vain > _MOST_IN_VAIN:  # a loop that repeats it would never come to the next step
+                return PeerFailed(f"{self._where(call)}: this rank is no member, and has asked {_MOST_IN_VAIN} times")
         what = (
             f"the members have changed, and its tensors or its root are not for ranks {list(left)}, which are left: "
             f"it is to be repeated, torch.distributed.get_world_size() is {len(left)} now"
@@ -251,19 +261,21 @@ class InFlight:
             self._participants.begin(view)
             self._generation, self._next = view.generation, Number(-1, 0)
 
-    def freeze(self) -> Sequence[int]:
-        """The members change: nothing is over before `follow`. What this rank tells the others: `numbers_length`."""
+    def freeze(self, view: View) -> Sequence[int]:
+        """The members change: nothing is over before `follow`. What this rank tells the others of itself."""
         with self._changed:
             self._settle()
             self._frozen = True
             self._changed.notify_all()
-            return self._told()
-
-    def _told(self) -> Sequence[int]:
-        first = self._open[0].number if self._open else self._next
-        if self._participants.here is None:
-            first = NOWHERE
-        return [*first, *self._participants.numbers(self._membership.world_size)]
+            first = self._open[0].number if self._open else self._next
+            gone = self._participants.gone(self._open[0].ranks or (), view) if self._open else []
+            if self._participants.here is None:
+                first, gone = NOWHERE, []
+            numbers = self._participants.numbers(self._membership.world_size)
+        for incarnation in gone:  # one whose loop was over has said what it had
+            if (word := self._membership.published(f"{_LAST}/{incarnation}")) is not None:
+                first = max(first, Number(*json.loads(word)))
+        return [*first, *numbers]
 
     def follow(self, view: View, told: Sequence[Sequence[int]]) -> None:
         """``told``: what `freeze` gave each member, in order."""
@@ -295,10 +307,21 @@ class InFlight:
         self._changed.notify_all()
 
     def close(self) -> None:
-        """The model is closed."""
+        """The model is closed. What this rank has over is over on all, also if they see that later than its end."""
+        with self._changed:
+            self._settle()
+            first = self._open[0].number if self._open else self._next
+            takes_part = self._participants.here is not None and first.place > 0
+        if takes_part:
+            with suppress(RuntimeError):  # the interpreter is about to end, and starts no thread
+                end_of([self._membership.spawn(self._say_last, first)], ANSWER_S)
         with self._changed:
             self._closed = True
             self._give_back()
+
+    def _say_last(self, first: Number) -> None:
+        with suppress(RuntimeError, OSError), self._membership.connection(_LAST) as store:
+            store.set(self._membership.incarnation, json.dumps(first))
 
     # -- steps
 
@@ -311,7 +334,7 @@ class InFlight:
         """The training thread has left a step."""
         with self._changed:
             self._participants.left(step)
-            self._next = Number(step, 0)
+            self._next, self._num_in_vain = Number(step, 0), 0
 
     # -- with the lock held
 

@@ -100,6 +100,11 @@ class Participants:
         """Whether the loop may have asked how many there are before that changed, for a collective after this step."""
         return step <= self._changed_after + 1
 
+    def gone(self, ranks: Ranks, view: View) -> list[str]:
+        """The incarnations of those that are members no more in this view, which is not followed yet."""
+        known = {rank: own for rank, own in self._members.items() if view.members.get(rank) != own}
+        return [known[rank] for rank, since in ranks if self._since.get(rank) == since and rank in known]
+
     def alive(self, ranks: Ranks) -> tuple[int, ...]:
         """Those of them that have been members since."""
         return tuple(rank for rank, since in ranks if self._since.get(rank) == since)
