@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 
 import pytest
@@ -11,11 +12,15 @@ from ranks import Raised, run_ranks, staged
 from replicas import ranks_of, start_again
 from sharded_whole_steps import SHARDS, alone, assert_equal, mesh_of, sharded, train
 from sharding import batch, pair
+from sharding import mesh_of as replicas_by_shards
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from whole_steps import LAYER_S, PARTS, Net, loss_of, samples_of
 
 from straggle import StagedDataParallel
 from straggle.lab.world.faults import Cut, Freeze, Kill, Notice, Stall
 from straggle.lab.world.run import run_world
+from straggle.pools.random_numbers import random_numbers_of
 
 
 def run_with(faults, *, replicas, steps, seed=0, slow=2.0, **options):
@@ -169,3 +174,41 @@ def test_replicas_that_are_killed_and_stopped_and_come_back_change_no_parameter(
         assert_equal(rank, parameters, alone(made))
     assert [own.step for own in ends[-1][2]] == list(range(ends[-1][1]))
     assert any(own.attempts > 1 for own in ends[-1][2])
+
+
+class Split(nn.Module):
+    """A block that tensor parallelism splits, between dropouts that are alike on all ranks of a replica."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(x) + self.down(torch.tanh(self.up(self.dropout(x))))
+
+
+def split_over_ranks(_rank: int) -> list[float]:
+    """The gap to one process in each step."""
+    torch.manual_seed(0)
+    plain, gaps = nn.Sequential(Split(), Split()), []
+    net, mesh = copy.deepcopy(plain), replicas_by_shards()
+    for block in net:
+        parallelize_module(block, mesh["dp_shard"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    with staged(net, mesh=mesh["dp_replicate"]) as model:
+        for number in range(2):
+            for own in (model, plain):
+                own.zero_grad()
+            with model.step() as step:
+                for x in step.pull([batch(number, part) for part in range(6)], seed=number):
+                    model(x).square().mean().backward()
+            for part in range(6):
+                with random_numbers_of(number, part):
+                    (plain(batch(number, part)).square().mean() / 6).backward()
+            pairs = zip(net.parameters(), plain.parameters(), strict=True)
+            gaps.append(max((own.grad.full_tensor() - other.grad).abs().max().item() for own, other in pairs))
+    return gaps
+
+
+def test_ranks_that_split_layers_compute_the_same_samples_with_the_same_random_numbers():
+    assert max(max(gaps) for gaps in run_ranks(split_over_ranks, 4)) < 1e-6
