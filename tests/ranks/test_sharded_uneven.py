@@ -108,12 +108,12 @@ def unequal_inside(rank: int, numbers: list[int], passes: int) -> None:
 @pytest.mark.parametrize(("numbers", "passes"), [([2, 2, 3, 4], 1), ([4, 4, 3, 4], 2), ([3, 2, 4, 4], 1)])
 def test_ranks_of_a_replica_with_unequal_numbers_are_refused_and_named(numbers: list[int], passes: int) -> None:
     ends = run_ranks(unequal_inside, 4, numbers, passes, outcomes=True)
-    assert all(isinstance(end, Raised) for end in ends)
     place = 0 if numbers[0] != numbers[1] else 1
     least = min(numbers[SHARDS * place : SHARDS * place + SHARDS])
     for rank in range(SHARDS * place, SHARDS * place + SHARDS):
         named = (
             f"rank {SHARDS * place + numbers[SHARDS * place :].index(least)} has had {least} in loop 1 and has no more"
         )
+        assert isinstance(ends[rank], Raised)  # the other replica may have had its last step by then
         assert named in ends[rank].message
         assert f"ranks {[SHARDS * place, SHARDS * place + 1]} shard one copy of the model" in ends[rank].message
