@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
         type=_modules,
         default=(),
         metavar="MODULE,...",
-        help="load these once, such as torch, and fork each worker from there",
+        help="load these once, and fork each worker from there",
     )
     _add(
         options,
@@ -78,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
         type=_spares,
         default=0,
         metavar="N",
-        help="processes of this node that have loaded the script, and take the place of a worker that dies (0)",
+        help="processes that wait for a worker to die (0)",
     )
     options.add_argument("-m", "--module", action="store_true", help="the script is a module, as with python -m")
     options.add_argument("script", help="what each worker runs, by this Python")

@@ -30,7 +30,7 @@ def after(links: list[RankLink], *, steps: int = 40, step_s: float = 0.5, found:
 def test_a_slow_link_is_named_with_its_direction(link: RankLink, slow: tuple[str, ...], words: str) -> None:
     (found,) = after([USUAL, USUAL, link, USUAL]).now
     assert (found.rank, found.slow, found.since_step) == (2, slow, 0)
-    assert words in found.words
+    assert words in found.words()
 
 
 @pytest.mark.parametrize(
