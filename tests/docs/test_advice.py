@@ -37,7 +37,7 @@ SHOWN = {
 HELP = {
     "Start the workers of a job, and start each that dies again, while the others go on.",
     "one file for each rank and start; else passed through",
-    "load these once, such as torch, and fork each worker from there",
+    "load these once, and fork each worker from there",
     "%s is of %s, and this run has %s: shares, the estimator's memory, and random states of ranks that are new, begin ",
 }
 GROUPS = "tests/ranks/test_advice_data.py::test_process_group_is_made_as_the_texts_say"
