@@ -698,16 +698,23 @@ class OpenStep(PassWatcher):
         return self._now.num_forward > 0 and not self.failed if known is None else known
 
     def _keep_as_peers_did(self, merged: Round) -> None:
-        """Where this rank was late before any backward pass, it keeps the gradients that its peers kept."""
-        decision = NONE if merged.table.is_usual else merged.table.kept()
-        decision = self._last_kept[0] if decision == UNDECIDED else decision
-        if not self._now.kept.decided and not self._now.kept.follow(decision, self._last_kept[1]):
+        """A rank whose row was sent before it had decided what it keeps does as its peers.
+
+        If no row tells it, all do as they did last, those too that have decided since: others cannot know of it.
+        """
+        kept, decision = self._now.kept, NONE if merged.table.is_usual else merged.table.kept()
+        if decision == UNDECIDED:
+            decision = self._last_kept[0]
+            if decision == NONE:
+                kept.drop_decided()
+        if not kept.decided and not kept.follow(decision, self._last_kept[1]):
             _log.warning(
                 "%s: this rank was late before its first backward pass, and its peers kept gradients of "
                 "other parameters than it has: replicas may differ from here on; zero_grad() before the block",
                 self._rank.where(merged.step),
             )
-        self._last_kept = decision, tuple(self._now.kept.gradients)
+        if kept.was_open:
+            self._last_kept = decision, tuple(kept.gradients)
 
     def _step_early(self, current: Round) -> None:
         """Step the parameters of buckets that are merged while others travel.

@@ -35,7 +35,8 @@ class KeptGradients:
         self._entered = SeenGradients((index, gradient) for index, gradient, own in there if gradient is own)
         self._aside: dict[int, Tensor] | None = None
         self._unseen: dict[int, tuple[Tensor, Tensor]] = {}  # copies that may be zeros, and what they are copies of
-        self.decided = not self._entered
+        self.was_open = bool(self._entered)  # there was something to decide
+        self.decided = not self.was_open
         self.gradients: dict[int, Tensor] = {}
 
     @property
@@ -136,6 +137,11 @@ class KeptGradients:
                 return True
         self._settle(there)
         return False
+
+    def drop_decided(self) -> None:
+        """What this rank has decided to keep is not kept: no peer knows of it, and they keep none."""
+        if self.decided:
+            self.gradients = {}
 
     def _take(self, *, looks: bool) -> dict[int, Tensor]:
         """Take the gradients that are as they were on entering, or were zeroed in place since.
