@@ -534,12 +534,15 @@ def test_a_child_that_a_member_forks_and_that_ends_does_not_make_it_leave(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", ["dist.all_reduce(x)", "dist.all_reduce(x, async_op=True).wait()", "dist.barrier()"])
-def test_collective_of_the_loop_that_a_dead_rank_ends_says_who_that_was_and_what_to_write(
+@pytest.mark.parametrize(
+    "call",
+    ["dist.all_reduce(x, group=own)", "dist.all_reduce(x, group=own, async_op=True).wait()", "dist.barrier(own)"],
+)
+def test_collective_of_a_group_of_the_loops_own_that_a_dead_rank_ends_says_who_that_was_and_what_to_write(
     call: str, tmp_path: Path
 ) -> None:
     body = f"""
-    x = torch.ones(1)
+    x, own = torch.ones(1), dist.new_group()
     while step < 10000:
         train_to(step + 5)
         if rank == "1" and step == 20:
