@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from straggle.lab.process_group import gather
 from straggle.merge.wire.channel import PeerFailed
+from straggle.merge.wire.groups import job_rank, job_size
 
 Result = TypeVar("Result")
 _LOOK_S = 0.02
@@ -34,7 +35,7 @@ class Ranks:
     @property
     def leads(self) -> bool:
         """Whether this rank does what one of them does for all."""
-        return dist.get_rank() == 0
+        return job_rank() == 0
 
     def gather(self, value: Any) -> list[Any]:
         """Each rank's ``value``, in their order."""
@@ -68,8 +69,8 @@ class OverStore(Ranks):
         """Raises `PeerFailed` if a rank has not come within the limit."""
         # the number of the call, which is the same on all ranks, as they make their calls in one order
         until, self._number = time.monotonic() + self._limit_s, self._number + 1
-        keys = [f"begin/{self._number}/{rank}" for rank in range(dist.get_world_size())]
-        self._store.set(keys[dist.get_rank()], json.dumps(value))
+        keys = [f"begin/{self._number}/{rank}" for rank in range(job_size())]
+        self._store.set(keys[job_rank()], json.dumps(value))
         while missing := [rank for rank, key in enumerate(keys) if not self._store.check([key])]:
             if time.monotonic() > until:
                 raise PeerFailed(f"ranks {missing} have not come to the begin of the run within {self._limit_s:g} s")

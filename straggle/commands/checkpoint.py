@@ -35,6 +35,7 @@ from straggle.commands.agreement import ALL, Ranks, RefusedByAll, Result, of_ran
 from straggle.commands.durable import FileSeal, Snapshot
 from straggle.lab.sharding import is_sharded
 from straggle.merge.saved_state import SavedState
+from straggle.merge.wire.groups import job_rank, job_size
 from straggle.parallel import StagedDataParallel
 
 _HISTORY = "history."  # begins the names of what is the same on all ranks
@@ -171,7 +172,7 @@ class Checkpoint:
         for snapshot in found:
             try:
                 snapshot.check(_COMMON)
-                own = _of_rank(dist.get_rank())
+                own = _of_rank(job_rank())
                 if own in snapshot.state["files"] or (_of_as_many(snapshot) and "alone" not in snapshot.state):
                     snapshot.check(own)
                 for name in _shards_of_this_rank(snapshot.state["files"]):
@@ -215,8 +216,8 @@ class Checkpoint:
 
 
 def _about(step: int, model: StagedDataParallel) -> dict[str, Any]:
-    shards = {"shards": dist.get_world_size() // model.world_size} if is_sharded(model.module) else {}
-    return {"step": step, "ranks": dist.get_world_size(), **shards}
+    shards = {"shards": job_size() // model.world_size} if is_sharded(model.module) else {}
+    return {"step": step, "ranks": job_size(), **shards}
 
 
 def _shape(state: Mapping[str, Any]) -> str:
@@ -237,7 +238,7 @@ def _write(
     new.mkdir(parents=True, exist_ok=True)
     equal = {name: value for name, value in state.items() if _is_common(name, value)}
     own = {name: value for name, value in state.items() if name not in equal}
-    contents: dict[str, Any] = {_of_rank(dist.get_rank()): {"random": torch.get_rng_state(), **own}}
+    contents: dict[str, Any] = {_of_rank(job_rank()): {"random": torch.get_rng_state(), **own}}
     if common:
         contents[_COMMON] = {
             "straggle": equal,
@@ -263,7 +264,7 @@ def _is_common(name: str, value: Tensor | int | str) -> bool:
 
 def _of_as_many(snapshot: Snapshot) -> bool:
     """Whether it is of as many ranks as this run has."""
-    return bool(snapshot.state["ranks"] == dist.get_world_size())
+    return bool(snapshot.state["ranks"] == job_size())
 
 
 def _named(snapshot: Snapshot) -> str:
@@ -275,7 +276,7 @@ def _identity(snapshot: Snapshot) -> list[int | str]:
 
 
 def _on_rank0() -> int:
-    return logging.WARNING if dist.get_rank() == 0 else logging.DEBUG
+    return logging.WARNING if job_rank() == 0 else logging.DEBUG
 
 
 def _of_rank(rank: int) -> str:
@@ -304,7 +305,7 @@ def _read(found: Snapshot, model: StagedDataParallel, common: dict[str, Any], ow
             "parallel= that it was made with, or another run_dir"
         )
     common |= _load(found.directory / _COMMON)
-    own |= _load_own(found, dist.get_rank())
+    own |= _load_own(found, job_rank())
 
 
 def _load_own(found: Snapshot, rank: int) -> dict[str, Any]:
@@ -359,7 +360,7 @@ def _load_shards(found: Path, module: nn.Module, optimizer: Optimizer, group: _G
 def _shards_of_this_rank(files: Iterable[str]) -> list[str]:
     """Those of a checkpoint's files with shards that this rank checks, so that each is read by one rank."""
     shards = sorted(name for name in files if name.startswith(f"{_FOLDER}/"))
-    return shards[dist.get_rank() :: dist.get_world_size()]
+    return shards[job_rank() :: job_size()]
 
 
 def _parts(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

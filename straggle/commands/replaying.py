@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
 from straggle.commands import durable
@@ -18,6 +17,7 @@ from straggle.commands.config_checks import check_targets
 from straggle.commands.config_schema import ConfigurationError
 from straggle.data.rebalance import Rebalance
 from straggle.lab.jobs import StagedJob
+from straggle.merge.wire.groups import job_rank, job_size
 from straggle.observe.recording import DecisionWriter, file_of, read_recording
 from straggle.replay.decision import Recording, check_members
 
@@ -69,7 +69,7 @@ def replay(job: StagedJob, config: DictConfig) -> None:
 
 
 def _read(config: DictConfig) -> Recording:
-    source, world_size, rank = Path(config.replay), dist.get_world_size(), dist.get_rank()
+    source, world_size, rank = Path(config.replay), job_size(), job_rank()
     folder = decisions_of(source)
     if (ranks := len(list(folder.glob("rank*.jsonl")))) != world_size:
         raise ValueError(f"replay={source}: recorded on {ranks} ranks, and this run has {world_size}: start as many")

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from straggle.extras import needs_extra
+from straggle.merge.wire.groups import job_rank
 
 with needs_extra("train"):
     from hydra.utils import instantiate
@@ -63,7 +64,7 @@ def train(config: DictConfig) -> None:
     run_dir = Path(config.run_dir)
     checkpoint = Checkpoint(run_dir / "checkpoint")
     with process_group() as device, StopSignal(file=end_file()) as stop, ExitStack() as held:
-        is_first = dist.get_rank() == 0
+        is_first = job_rank() == 0
         # the folder is this run's before anything in it is read or set aside
         on_all_ranks(lambda: held.enter_context(one_run(run_dir)) if is_first else None)
         resume = _resumes(config, checkpoint)
@@ -120,8 +121,8 @@ def _save(checkpoint: Checkpoint, step: int, job: StagedJob) -> NotSaved | None:
 def _end(job: StagedJob, config: DictConfig, reports: list[StepReport]) -> None:
     """All steps are done: report the result."""
     hashes = gather(job.parameters_sha256())
-    scores = job.evaluate() if dist.get_rank() == 0 or job.mesh is not None else {}
-    if dist.get_rank() == 0:
+    scores = job.evaluate() if job_rank() == 0 or job.mesh is not None else {}
+    if job_rank() == 0:
         finish(job, Path(config.run_dir), reports, scores, hashes)
         if config.replay is not None:
             compare_with_recorded(Path(config.replay), config.steps, hashes)
@@ -129,7 +130,7 @@ def _end(job: StagedJob, config: DictConfig, reports: list[StepReport]) -> None:
 
 def _train(job: StagedJob, config: DictConfig, first_step: int) -> list[StepReport]:
     """Train, and record this rank's decisions; rank 0 also shows and records the steps, and returns their reports."""
-    run_dir, rank, reports = Path(config.run_dir), dist.get_rank(), list[StepReport]()
+    run_dir, rank, reports = Path(config.run_dir), job_rank(), list[StepReport]()
     with ExitStack() as opened:
         decisions = DecisionWriter(file_of(decisions_of(run_dir), rank), first_step=first_step)
         opened.enter_context(decisions)
@@ -159,7 +160,7 @@ def _checkpoint(job: StagedJob, config: DictConfig, number: int) -> None:
     if config.checkpoint_every and (number + 1) % config.checkpoint_every == 0 and number + 1 < config.steps:
         dist.barrier()  # all ranks come here, so none is late
         not_saved = _save(Checkpoint(Path(config.run_dir) / "checkpoint"), number + 1, job)
-        if not_saved is not None and dist.get_rank() == 0:  # there may be room for the next one
+        if not_saved is not None and job_rank() == 0:  # there may be room for the next one
             _log.warning("%s; training goes on", not_saved)
 
 

@@ -38,6 +38,7 @@ from straggle.members.agents import DO_NOT_RESTART
 from straggle.members.membership import JobDone, TooFewRanks
 from straggle.members.replica_mesh import REPLICA_SIZE, replica_mesh
 from straggle.merge.wire.channel import PeerFailed
+from straggle.merge.wire.groups import job_rank
 from straggle.merge.wire.store import StoreUnreachable, connect_all, default_store
 from straggle.observe.console import LiveView
 from straggle.observe.members import HandedOnTrace, MembersWriter, writer_of
@@ -152,7 +153,7 @@ def _begin(
     job: StagedJob, config: DictConfig, checkpoint: Checkpoint, held: ExitStack, resumes: Callable[[Checkpoint], bool]
 ) -> int:
     """What all ranks do together when the job begins; returns its first step."""
-    is_first, run_dir, ranks = dist.get_rank() == 0, Path(config.run_dir), checkpoint.ranks
+    is_first, run_dir, ranks = job_rank() == 0, Path(config.run_dir), checkpoint.ranks
 
     def hold(*, begins: bool) -> None:
         held.enter_context(one_run_of_members(run_dir, begins=begins))

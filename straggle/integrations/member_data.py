@@ -7,9 +7,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from straggle import world
 from straggle.data.dealt_loader import KEPT, order_of
 from straggle.data.epochs import Epochs
+from straggle.merge.wire.groups import job_size
 from straggle.parallel import StagedDataParallel
 
 
@@ -30,7 +30,7 @@ class MemberLoader:
     ) -> None:
         self._given, self._order, self._place, self._endless = loader, order_of(loader, seed), place, endless
         assert loader.batch_size is not None
-        self._per_step = world.dist.get_world_size() * loader.batch_size  # if all ranks are there
+        self._per_step = job_size() * loader.batch_size  # if all ranks are there
         self._num_begun = 0  # iterations
         self.catches_up = False
         self.epochs: Epochs | None = None

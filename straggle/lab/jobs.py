@@ -32,6 +32,7 @@ from straggle.lab.sharding import Sharded, WorkClock, whole
 from straggle.lab.workloads.workload import Shard, Workload
 from straggle.merge.rows.step_record import StepRecord
 from straggle.merge.rows.table import Table
+from straggle.merge.wire.groups import job_rank, job_size
 from straggle.parallel import StagedDataParallel
 from straggle.report import StepReport
 from straggle.stop_signal import StopSignal
@@ -61,7 +62,7 @@ class Job(ABC):
         self.optimizer = build_optimizer(config, self.module)
         self._loss_so_far = 0.0  # of the running step's micro-batches, of each its part of the mean
         self._device = device
-        rank, world_size = dist.get_rank(), dist.get_world_size()
+        rank, world_size = job_rank(), job_size()
         self._shard = Shard(
             workload.num_samples, rank=rank, world_size=world_size, batch_size=config.batch_size, seed=config.seed
         )
@@ -177,7 +178,7 @@ class StagedJob(Job):
         self.rebalance: Rebalance | None = None
         if config.get("rebalance") and not self._pulls:
             self._unit: int = config.batch_size if self.num_microbatches > 1 else 1  # samples
-            self._total = dist.get_world_size() * self.samples_per_step
+            self._total = job_size() * self.samples_per_step
             self.rebalance = instantiate(config.rebalance, model=self.model, total=self._total // self._unit)
             self.samples_per_step = self._unit  # the weight is the rank's share
         self._position = _Position()
@@ -213,7 +214,7 @@ class StagedJob(Job):
             estimator=build_estimator(config, self.optimizer),
             late_handling=instantiate(config.late_handling),
             merge=instantiate(config.merge),
-            members=build_members(config, dist.get_world_size() // self.ranks_per_replica),
+            members=build_members(config, job_size() // self.ranks_per_replica),
             links=config.get("links"),
             mesh=None if self.mesh is None or config.get("members") else self.mesh["dp_replicate"],
         )
@@ -262,7 +263,7 @@ class StagedJob(Job):
     def _pool(self) -> StepBatches:
         """All micro-batches of the step; if the model is sharded, this rank's part of each."""
         number, shard = self._position.number, 0 if self.mesh is None else self.mesh["dp_shard"].get_local_rank()
-        total = dist.get_world_size() * self.num_microbatches * self._batch_size
+        total = job_size() * self.num_microbatches * self._batch_size
         samples = self._shard.part(number, total=total, first=0, count=total)
         own = samples.view(-1, self.ranks_per_replica, self._batch_size)[:, shard]
         return StepBatches(own.tolist(), lambda part: self._load(torch.tensor(part)))

@@ -62,6 +62,16 @@ def job_group(group: dist.ProcessGroup | None) -> Any:
     return getattr(group, "of_job", group)
 
 
+def job_rank() -> int:
+    """This process's rank among all that the job began with, whoever is there now."""
+    return int(job_group(world.dist.group.WORLD).rank())
+
+
+def job_size() -> int:
+    """How many ranks the job began with."""
+    return int(job_group(world.dist.group.WORLD).size())
+
+
 class JobGroup:
     """A group of all ranks of the job, made by ``torch.distributed``: gloo or nccl."""
 
