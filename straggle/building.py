@@ -161,7 +161,7 @@ def build(
     from straggle.replay.wing import Replay
     from straggle.stuck.wing import StuckWatch
 
-    columns = _columns(members)
+    columns = _columns()
     if members is not None and options.own_group:
         raise ValueError("members=Elastic() is for all ranks of the job: leave process_group out")
     wrapped = options.wrapped(module, wrapper)
@@ -192,12 +192,16 @@ def build(
     return built
 
 
-def _columns(members: Elastic | None) -> Columns:
-    """Where rows have their numbers: those of the wings that this model has, too."""
+def _columns() -> Columns:
+    """Where rows have their numbers: those of the wings, too.
+
+    Also of those that this model has not: rows go with the last bucket, whose length decides in which order gloo sums up.
+    So a run whose members change is replayed exactly by ranks that do not.
+    """
     from straggle.members import rows as of_members
     from straggle.pools import rows as of_pools
 
-    return Columns((*of_pools.COLUMNS, *(() if members is None else of_members.COLUMNS)))
+    return Columns((*of_pools.COLUMNS, *of_members.COLUMNS))
 
 
 def _members(rank: RankParts) -> Members:
