@@ -195,7 +195,7 @@ def build(
 def _columns() -> Columns:
     """Where rows have their numbers: those of the wings, too.
 
-    Also of those that this model has not: rows go with the last bucket, whose length decides in which order gloo sums up.
+    Also of those that this model has not: rows go with the last bucket, whose length decides in which order gloo adds.
     So a run whose members change is replayed exactly by ranks that do not.
     """
     from straggle.members import rows as of_members
