@@ -203,6 +203,23 @@ FOUND: list[Schedule] = [
     Schedule(1, 3, 12, True, zero_every=3, faults=(Kill(1, 0.4, 0.5),)),
     Schedule(2, 3, 30, True, max_lag=2, zero_every=3, faults=(Stall(1, 0.4, 2.0),)),
     Schedule(3, 3, 30, True, zero_every=5, faults=(Freeze(1, 0.6, 3.0),)),
+    # all rows were sent before any first backward pass: who decided later what it keeps, did otherwise than who did not
+    Schedule(
+        281873071,
+        4,
+        4,
+        True,
+        "0.05",
+        granularity="microbatch",
+        check_every=1,
+        num_microbatches=3,
+        in_buckets=False,
+        slow=(1.0, 1.0, 4.0, 1.5),
+        leaves=((1, 1),),
+        zero_every=3,
+        absence_gain=1.0,
+        faults=(Cut(0, 1.121, 8.0),),
+    ),
     # not up to date when all loops end: its stand-in has begun the step after the last, and is left alone in it
     Schedule(
         2,
