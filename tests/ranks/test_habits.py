@@ -78,26 +78,26 @@ def test_rank_that_works_alone_in_a_pause_is_waited_for_and_told_nothing():
 
 
 COLLECTIVES = {
-    "all_reduce": lambda: dist.all_reduce(torch.ones(1)),
+    "all_reduce": lambda group: dist.all_reduce(torch.ones(1), group=group),
     "barrier": dist.barrier,
-    "gather": lambda: dist.all_gather([torch.empty(1) for _ in range(3)], torch.ones(1)),
+    "gather": lambda group: dist.all_gather([torch.empty(1) for _ in range(3)], torch.ones(1), group=group),
 }
 
 
 def catch_errors(rank, board, name):
-    """A collective of the loop's own after every fifth step, whose error it catches."""
+    """A collective in a group of the loop's own after every fifth step, whose error it catches."""
     errors = []
     with staged(plain(), members=FEW) as model:
         optimizer = torch.optim.AdamW(model.parameters(), 0.01)
         step = model.register_state(optimizer=optimizer)
-        has_peers = step == 0  # a process that was started again is in no group of the others
+        peers = dist.new_group() if step == 0 else None  # a process that was started again is in no group of the others
         while step < board.end:
             step_of(model, optimizer, rank)
             step = model.last_report.step + 1
             board.note(rank, step)
-            if step % 5 == 0 and has_peers:
+            if step % 5 == 0 and peers is not None:
                 try:
-                    COLLECTIVES[name]()
+                    COLLECTIVES[name](peers)
                 except RuntimeError as error:
                     errors.append((str(error), step))
         return digest(model.module.parameters()), errors
