@@ -61,7 +61,7 @@ class StagedAccelerator(Accelerator):
     """
 
     def __init__(self, *positional: Any, **words: Any) -> None:
-        self._staged_options = take_options(words, members=True)
+        self._staged_options = take_options(words)
         self._follows = "members" in self._staged_options
         self._trained_on: MemberLoader | None = None
         self._came_late = False

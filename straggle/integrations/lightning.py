@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from straggle.extras import needs_extra
+from straggle.integrations.lightning_members import LightningMembers
 from straggle.integrations.options import Accumulation, LastLoss, take_options, wrapped
 from straggle.merge.rows.step_record import StepRecord
 from straggle.merge.rows.telemetry import MAX_SCALARS
@@ -36,20 +37,23 @@ with needs_extra("lightning"):
         from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
         from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultMetric
         from pytorch_lightning.trainer.states import TrainerFn
+        from pytorch_lightning.utilities.rank_zero import rank_zero_only
     else:
         from lightning.pytorch import Callback
         from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
         from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
         from lightning.pytorch.trainer.states import TrainerFn
+        from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 Result = TypeVar("Result")
 _LOGGED = "sync_dist/"  # begins the names of scalars that ride along for `self.log`
+_DATA = "data"  # in the state that a checkpoint has
 _LOGS = _ResultMetric.update.__code__
 
 
 class StagedStrategy(DDPStrategy):
-    """``DDPStrategy``; it also takes ``stages``, ``deadline``, ``estimator``, ``late_handling``, ``merge`` and
-    ``links``.
+    """``DDPStrategy``; it also takes ``stages``, ``deadline``, ``estimator``, ``late_handling``, ``merge``, ``links``
+    and ``members``.
 
     With automatic optimization, one optimizer step is one `Step` with all its micro-batches. A late rank's training
     step or backward pass ends early, and all hooks are called as usual, with merged gradients. The output of a training
@@ -64,14 +68,23 @@ class StagedStrategy(DDPStrategy):
       came to it, and is there when the step is merged. Numbers beyond 8 in a step, and sums, are reduced as in DDP.
     - Ranks do not ask rank 0 in every batch whether it got a SIGTERM: they would wait for rank 0.
 
+    With ``members`` each sample comes once an epoch, to a rank that is there. Validation has all of its data on each
+    rank, and needs no collective. The lowest rank that made the last step is the main process (``is_global_zero``),
+    which alone logs and saves. A process that comes to a running job goes on where the others are when its training
+    starts. Raises ``ValueError`` then for accumulation, manual optimization, ``limit_train_batches`` and
+    ``overfit_batches``, callbacks that decide on each rank by itself, several training loaders, and other calls than
+    ``fit``.
+
     With manual optimization ``self.trainer.model`` is the `StagedDataParallel`: write ``with
     self.trainer.model.step():`` around its forward pass and ``manual_backward``, and the optimizer's step after it.
     """
 
     model: Any  # the StagedDataParallel, from setup() on
+    _members: LightningMembers | None
 
     def __init__(self, *positional: Any, **words: Any) -> None:
         self._staged_options = take_options(words)
+        self._follows, self._members = "members" in self._staged_options, None
         self._accumulation, self._in_fit, self._validating = Accumulation(), _InFit(self), contextlib.ExitStack()
         self._logged = _Logged()
         self._last_loss = LastLoss()
@@ -85,6 +98,8 @@ class StagedStrategy(DDPStrategy):
         """As the base class; after it, and before `setup`, callbacks get their states from a checkpoint."""
         super().setup_environment()
         trainer = self.lightning_module.trainer
+        if self._follows:
+            self._follow(trainer)
         if trainer.state.fn == TrainerFn.FITTING and self._in_fit not in trainer.callbacks:
             trainer.callbacks.append(self._in_fit)
 
@@ -96,11 +111,13 @@ class StagedStrategy(DDPStrategy):
 
     def setup(self, trainer: Any) -> None:
         """Wrap the module and set up the optimizers, as the base class does."""
+        if self._members is not None:
+            self._members.before_wrapping()
         super().setup(trainer)
         self._validating.pop_all()  # of a validation that failed in an earlier fit
         if isinstance(self.model, StagedDataParallel):
             _check_optimizers(self.optimizers)
-            self._in_fit.wrapped(trainer, self.model)
+            self._in_fit.wrapped(trainer, self.model, self._members)
             self.model.register_step_hook(self._logged.merged)
             if hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
                 trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing
@@ -110,7 +127,10 @@ class StagedStrategy(DDPStrategy):
         if isinstance(self.model, StagedDataParallel):
             trainer = self.lightning_module.trainer
             _check_fetches_outside(trainer.fit_loop._data_fetcher)
-            self._in_fit.compare_lengths(trainer, self.root_device)
+            if self._members is None:
+                self._in_fit.compare_lengths(trainer, self.root_device)
+            else:
+                self._members.begin()
 
     def on_validation_start(self) -> None:
         """Begin a pause: no rank is late in a validation."""
@@ -182,7 +202,33 @@ class StagedStrategy(DDPStrategy):
         can_ride = group is None and reduce_op in ("mean", "avg")
         if step is not None and can_ride and sys._getframe(1).f_code is _LOGS and self._logged.put_off(step, tensor):
             return tensor
-        return super().reduce(tensor, group, reduce_op)
+        return super().reduce(tensor, group, reduce_op) if self._is_shared else tensor
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """As the base class; with ``members``, out of a step, this rank's alone, which has evaluated all data."""
+        return super().all_gather(tensor, group, sync_grads) if self._is_shared else tensor.unsqueeze(0)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002
+        """As the base class; with ``members`` each rank decides alike, from what all of them have."""
+        return decision if self._follows else bool(super().reduce_boolean_decision(decision, all))
+
+    def broadcast(self, obj: Result, src: int = 0) -> Result:
+        """As the base class; with ``members`` each rank has what it has."""
+        return obj if self._follows else super().broadcast(obj, src)
+
+    def barrier(self, *positional: Any, **words: Any) -> None:
+        """As the base class; with ``members`` it waits for nobody, and ranks meet in their next step."""
+        if not self._follows:
+            super().barrier(*positional, **words)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """As the base class; with ``members`` the samples that are trained on are dealt to the ranks that are there."""
+        return dataloader if self._members is None else self._members.process_dataloader(dataloader)
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this process is to save and to log: with ``members`` the lowest that made the last step."""
+        return bool(super().is_global_zero) if self._members is None else self._members.is_main
 
     def save_checkpoint(self, *positional: Any, **words: Any) -> None:
         """As the base class, in a pause: no rank is late in it."""
@@ -203,6 +249,18 @@ class StagedStrategy(DDPStrategy):
         super().teardown()
 
     # -- helpers
+
+    def _follow(self, trainer: Any) -> None:
+        self._members = LightningMembers(trainer, self._set_main)
+        trainer._data_connector.prepare_data = self._members.prepare_data
+
+    def _set_main(self, main: bool) -> None:
+        rank_zero_only.rank = 0 if main else max(1, self.global_rank)
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether a collective is made by all ranks: with ``members`` only in a step."""
+        return not self._follows or (isinstance(self.model, StagedDataParallel) and self.model.open_step is not None)
 
     def _automatic(self) -> StagedDataParallel | None:
         """The model, if Lightning itself calls backward and the optimizer's step; else ``None``."""
@@ -263,12 +321,15 @@ class _InFit(Callback):
         self._loaded: Mapping[str, Any] | None = None
         self._known: dict[str, Any] = {}  # the state of the last fit's model
 
-    def wrapped(self, trainer: Any, model: StagedDataParallel) -> None:
+    def wrapped(self, trainer: Any, model: StagedDataParallel, members: LightningMembers | None) -> None:
         """A fit begins with this model: log its steps, and go on from a checkpoint."""
         self._trainer = trainer
-        if self._loaded is not None:
-            model.load_straggle_state(self._loaded)
-            self._loaded = None
+        loaded, self._loaded = dict(self._loaded or {}), None
+        of_data = loaded.pop(_DATA, None)
+        if loaded:
+            model.load_straggle_state(loaded)
+        if members is not None:
+            members.wrapped(model, of_data)
         log_scalars(model, self._log, every=max(1, trainer.log_every_n_steps))
 
     def compare_lengths(self, trainer: Any, device: torch.device) -> None:
@@ -305,12 +366,17 @@ class _InFit(Callback):
 
     def ended(self, model: StagedDataParallel) -> None:
         """A fit is over: keep its state for a checkpoint that may be saved later."""
-        self._known = dict(model.straggle_state(own=False))
+        self._known = self._state_of(model)
 
     def state_dict(self) -> dict[str, Any]:
         """The state that is equal on all ranks: one of them saves it."""
         model = self._strategy.model
-        return dict(model.straggle_state(own=False)) if isinstance(model, StagedDataParallel) else self._known
+        return self._state_of(model) if isinstance(model, StagedDataParallel) else self._known
+
+    def _state_of(self, model: StagedDataParallel) -> dict[str, Any]:
+        members = self._strategy._members
+        of_data = None if members is None else members.state_of_data()
+        return {**model.straggle_state(own=False), **({} if of_data is None else {_DATA: of_data})}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Keep the state for a model that is wrapped later; one wrapped now, in the middle of a fit, keeps its own."""

@@ -74,6 +74,11 @@ class MemberLoader:
         if not self.catches_up:
             yield from map(self._place, epochs.batches(loader))
 
+    def running(self) -> Iterator[Any]:
+        """The rest of the running epoch, for a loop that begins in it."""
+        epochs, loader = self._dealt()
+        return map(self._place, epochs.batches(loader))
+
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run, or a rank that comes back, needs; also one of another number of ranks."""
         return self._dealt()[0].state_dict()

@@ -12,23 +12,16 @@ from torch import Tensor, nn
 from straggle.parallel import StagedDataParallel
 from straggle.step import Step
 
-OPTIONS = ("stages", "deadline", "estimator", "late_handling", "merge", "links")
+OPTIONS = ("stages", "deadline", "estimator", "late_handling", "merge", "links", "members")
 
 
-def take_options(words: dict[str, Any], *, members: bool = False) -> dict[str, Any]:
+def take_options(words: dict[str, Any]) -> dict[str, Any]:
     """Take the options of `StagedDataParallel` out of ``words``, a framework's keyword arguments, and return them.
 
-    Raises ``ValueError`` for ``members`` unless it is one of them: other frameworks gather from all ranks by
-    themselves, also from absent ones.
+    ``members`` that are ``None`` are no option.
     """
-    if members and words.get("members") is not None:
-        return {name: words.pop(name) for name in (*OPTIONS, "members") if name in words}
-    if words.get("members") is not None:
-        raise ValueError(
-            "members=Elastic() is for a loop of your own: this trainer's own collectives would wait for absent ranks"
-        )
-    words.pop("members", None)
-    return {name: words.pop(name) for name in OPTIONS if name in words}
+    taken = {name: words.pop(name) for name in OPTIONS if name in words}
+    return {name: option for name, option in taken.items() if name != "members" or option is not None}
 
 
 def wrapped(module: nn.Module, options: Mapping[str, Any]) -> StagedDataParallel:

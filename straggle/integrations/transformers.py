@@ -73,7 +73,7 @@ class StagedTrainerMixin:
 
     def __init__(self, *positional: Any, **words: Any) -> None:
         # all names are ours: the class behind has private ones, too
-        self._staged_options = take_options(words, members=True)
+        self._staged_options = take_options(words)
         self._staged_members: TrainerMembers | None = None
         self._staged: StagedDataParallel | None = None
         self._staged_accumulation, self._staged_scalars = Accumulation(), StepScalars()

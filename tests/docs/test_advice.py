@@ -215,6 +215,17 @@ ELSEWHERE |= dict.fromkeys(
     ("write training_step(self, batch, batch_idx)", "would be in different steps: use another optimizer"),
     "tests/ranks/test_lightning.py::test_what_is_refused_is_told_what_to_do",
 )
+ELSEWHERE |= dict.fromkeys(
+    (
+        "give that call to another Trainer, with devices=1",
+        "leave it out, and give train_dataloader() a larger batch_size",
+        "use one optimizer with automatic optimization, or a loop of your own",
+        "an epoch is each sample once; leave it out, and give a smaller data set",
+        "and a rank that comes back does not have its state; leave it out",
+    ),
+    "tests/unit/test_members_of_lightning.py::"
+    "test_what_ranks_that_come_back_could_not_follow_is_refused_with_what_to_do",
+)
 # of models that are sharded inside of each replica
 ELSEWHERE |= dict.fromkeys(
     ("Give each of them its own part of every micro-batch, parts of equal size",),

@@ -182,7 +182,7 @@ BUDGET = {
     "backward": 2320,
     "commands": 5210,
     "data": 1600,
-    "integrations": 1400,
+    "integrations": 1720,
     "lab": 5100,
     "links": 980,
     "loop": 2330,
