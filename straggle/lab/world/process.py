@@ -7,13 +7,15 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 from torch.optim import optimizer
+from torch.utils.hooks import RemovableHandle
 
 from straggle import world
 from straggle.lab.world.scheduler import Scheduler, Thread
@@ -94,10 +96,24 @@ class _OfProcess:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _add_filter(logger: logging.Logger, asked: Any) -> None:
-    if isinstance(threading.current_thread(), Thread):
-        asked = _OfProcess(getattr(asked, "filter", asked))
-    logging.Filterer.addFilter(logger, asked)
+@contextmanager
+def _logs_by_process() -> Iterator[None]:
+    """What a rank adds to a logger hears of its process alone, and is gone with the world: a killed rank leaves it."""
+    with ExitStack() as added:
+
+        def add_handler(logger: logging.Logger, handler: logging.Handler) -> None:
+            _add_handler(logger, handler)
+            if isinstance(threading.current_thread(), Thread):
+                added.callback(logger.removeHandler, handler)
+
+        def add_filter(logger: logging.Logger, asked: Any) -> None:
+            if isinstance(threading.current_thread(), Thread):
+                asked = _OfProcess(getattr(asked, "filter", asked))
+                added.callback(logger.removeFilter, asked)
+            logging.Filterer.addFilter(logger, asked)
+
+        with patch.multiple(logging.Logger, addHandler=add_handler, addFilter=add_filter):
+            yield
 
 
 def _clock(scheduler: Scheduler) -> float:
@@ -106,6 +122,25 @@ def _clock(scheduler: Scheduler) -> float:
 
 
 _real_add_handler = logging.Logger.addHandler
+
+
+@contextmanager
+def leaf_hooks_seen(see: Callable[[RemovableHandle], object]) -> Iterator[None]:
+    """Tell of each hook of a tensor that is no result: it is there until it is removed."""
+
+    def seen(register: Callable[[Tensor, Callable[..., Any]], RemovableHandle]) -> Callable[..., RemovableHandle]:
+        def of_tensor(tensor: Tensor, hook: Callable[..., Any]) -> RemovableHandle:
+            handle = register(tensor, hook)
+            if tensor.is_leaf:
+                see(handle)
+            return handle
+
+        return of_tensor
+
+    names = ("register_hook", "register_post_accumulate_grad_hook")
+    own: dict[str, Any] = {name: seen(getattr(Tensor, name)) for name in names}
+    with patch.multiple(Tensor, **own):
+        yield
 
 
 @contextmanager
@@ -133,8 +168,7 @@ def entered(scheduler: Scheduler, handlers: dict[tuple[int, int], Callable[..., 
     with (
         patch.multiple(time, sleep=_in_world(scheduler.sleep, time.sleep), **clocks),
         patch.multiple(optimizer, **hooks),
-        patch.object(logging.Logger, "addHandler", _add_handler),
-        patch.object(logging.Logger, "addFilter", _add_filter),
+        _logs_by_process(),
         patch.multiple(
             signal,
             signal=_in_world(set_handler, signal.signal),

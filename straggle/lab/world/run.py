@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from straggle import world
 from straggle.building import load_optional_parts
@@ -72,6 +73,7 @@ class Job:
     notes: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     results: dict[int, Any] = field(default_factory=dict)
     finalizers: dict[int, list[Any]] = field(default_factory=dict)  # by process
+    hooks: list[RemovableHandle] = field(default_factory=list)  # of leaf tensors
     handlers: dict[tuple[int, int], Callable[..., Any]] = field(default_factory=dict)  # by process and signal
     starts: dict[int, int] = field(default_factory=dict)  # how often each rank was started again
     told: set[int] = field(default_factory=set)  # processes that were told to end soon
@@ -198,6 +200,13 @@ class Job:
         self.finalizers.setdefault(self.scheduler.check().process, []).append(finalizer)
         return finalizer
 
+    def free(self) -> None:
+        """Let go of what killed processes have left behind: Python's collector does not see these references."""
+        for finalizer in (own for of_one in self.finalizers.values() for own in of_one):
+            finalizer.detach()
+        for hook in self.hooks:
+            hook.remove()
+
 
 @dataclass(frozen=True)
 class Run:
@@ -244,7 +253,12 @@ def simulated(
     collects = gc.isenabled()
     gc.disable()  # or finalizers run on whichever thread is there
     try:
-        with world.enter(others), process.entered(scheduler, job.handlers), torch_distributed.entered(network):
+        with (
+            world.enter(others),
+            process.entered(scheduler, job.handlers),
+            process.leaf_hooks_seen(job.hooks.append),
+            torch_distributed.entered(network),
+        ):
             for number in range(ranks):
                 job.start(number)
             for fault in faults:
@@ -255,6 +269,7 @@ def simulated(
                 with suppress(Ended):
                     scheduler.end()
     finally:
+        job.free()
         if collects:
             gc.enable()
 
