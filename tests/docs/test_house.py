@@ -183,7 +183,7 @@ BUDGET = {
     "commands": 5210,
     "data": 1600,
     "integrations": 1720,
-    "lab": 5100,
+    "lab": 5160,
     "links": 980,
     "loop": 2330,
     "members": 6650,
