@@ -1,7 +1,9 @@
 """The simulated world: one order of events for each seed, and what must hold in all of them is found if it does not."""
 
 import ast
+import gc
 import re
+import weakref
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -370,6 +372,24 @@ FOUND: list[Schedule] = [
 @pytest.mark.parametrize("schedule", FOUND, ids=lambda schedule: f"{schedule.seed}")
 def test_what_was_found_stays_mended(schedule):
     assert problems_of(schedule) == []
+
+
+def test_nothing_is_left_of_a_rank_that_was_killed():
+    ranks = []
+
+    def loop(rank):
+        layer = torch.nn.Linear(4, 4)
+        layer.weight.register_hook(lambda gradient: rank.work(0.01) or gradient)
+        model = straggle.StagedDataParallel(layer, members=straggle.Elastic(min_ranks=1))
+        ranks.append(weakref.ref(rank))
+        for _ in range(8):
+            with model.step():
+                model(torch.ones(2, 4)).sum().backward()
+        model.close()
+
+    run_world(loop, ranks=2, seed=1, faults=[Kill(1, at_s=0.04)])
+    gc.collect()
+    assert [rank() for rank in ranks] == [None, None]
 
 
 def test_example_of_the_readme_runs():
