@@ -74,6 +74,7 @@ def leave(model: StagedDataParallel, rank: int) -> None:
     model.zero_grad()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("early", [False, True])
 def test_replicas_of_split_layers_train_as_one_model(early: bool) -> None:
     assert max(run_ranks(train_both, 4, early)) < 1e-5

@@ -780,6 +780,7 @@ def resident_bytes():
     return pages * 4096
 
 
+@pytest.mark.slow  # looks at all tensors of the process, of which other tests leave some
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
 def test_hundreds_of_truncated_steps_leave_as_many_tensors_as_fifty_and_a_process_as_large():
     """The graph of one step holds about 300 kB, so that keeping them would be a hundred megabytes."""
