@@ -27,7 +27,7 @@ _BY_ITSELF = {
 class LightningMembers:
     """The members of a fit: its data follow them, and the place in it goes to a process that comes late.
 
-    One of them is the main process: the lowest that made the last step, and before the first one rank 0.
+    One of them is the main process: the lowest that is in the others' steps, and before the first one rank 0.
     Raises ``ValueError`` for what would count batches or decide on one rank alone.
     """
 
@@ -38,6 +38,7 @@ class LightningMembers:
         self._data: _RunningEpoch | None = None
         self._loaded: Mapping[str, Any] | None = None  # of the data, from a checkpoint
         self._num_before: int | None = None  # batches of this epoch that others had before this process came
+        self._away: set[int] = set()  # ranks that were absent, and have made no step since
         self.is_main = self._comes_late = False
         set_main(False)  # whether this process comes late is known when the model is wrapped
         trainer._accelerator_connector.use_distributed_sampler = False
@@ -103,8 +104,10 @@ class LightningMembers:
         ranks, model, data = record.report.ranks, self._model, self._data
         assert model is not None
         assert data is not None
-        present = [rank.rank for rank in ranks if not rank.absent]
-        self._become(main=model.rank == min(present, default=-1))
+        came = {rank.rank for rank in ranks if not rank.absent and not rank.stood_in}
+        # one that is back is no main process before its loop is in the others' step
+        self._away = (self._away | {rank.rank for rank in ranks if rank.absent}) - came
+        self._become(main=model.rank == min((rank.rank for rank in ranks if rank.rank not in self._away), default=-1))
         self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = data.is_over
 
     def _become(self, *, main: bool) -> None:
@@ -136,6 +139,7 @@ class LightningMembers:
             "total_batches": loop.batch_progress.total.completed,
             "steps": loop.global_step,
             "logged_steps": loop._batches_that_stepped,
+            "away": sorted(self._away),
             "folders": [callback.dirpath for callback in trainer.checkpoint_callbacks],
             "versions": [logger.version for logger in trainer.loggers],
             "callbacks": {own.state_key: own.state_dict() for own in self._callbacks()},
@@ -151,7 +155,7 @@ class LightningMembers:
         _count(loop.batch_progress.total, state["total_batches"])
         self._num_before = state["batches"] if self._comes_late else None
         _count(loop.automatic_optimization.optim_progress.optimizer.step.total, state["steps"])
-        loop._batches_that_stepped = state["logged_steps"]
+        loop._batches_that_stepped, self._away = state["logged_steps"], set(state["away"])
         for callback, folder in zip(trainer.checkpoint_callbacks, state["folders"], strict=True):
             callback.dirpath = folder
         for logger, version in zip(trainer.loggers, state["versions"], strict=True):
