@@ -24,7 +24,7 @@ from torch import nn
 
 from straggle.extras import needs_extra
 from straggle.integrations.accelerate_members import as_if_alone, know_members
-from straggle.integrations.member_data import MemberLoader
+from straggle.integrations.member_data import MemberLoader, There
 from straggle.integrations.options import Accumulation, take_options, wrapped
 from straggle.merge.rows.step_record import StepRecord
 from straggle.parallel import StagedDataParallel
@@ -50,10 +50,10 @@ class StagedAccelerator(Accelerator):
 
     With ``members`` the first loader that is prepared is the one that is trained on: each sample comes once an epoch,
     to a rank that is there. Any other loader has all of its data on each rank, and `gather_for_metrics` gives back what
-    it is given. ``num_processes`` and ``process_index`` are of those that made the last step, so ``is_main_process`` is
-    true for the lowest of them, which alone saves. A process that comes to a running job has its state from the others
-    when ``prepare`` returns; its loop has no batches in the epochs that were complete before, in which no process of it
-    is the main one. `wait_for_everyone` waits for nobody: ranks meet in their next step.
+    it is given. ``num_processes`` and ``process_index`` are of those that are in the others' step, so
+    ``is_main_process`` is true for the lowest of them, which alone saves. A process that comes to a running job has its
+    state from the others when ``prepare`` returns; its loop has no batches in the epochs that were complete before, in
+    which no process of it is the main one. `wait_for_everyone` waits for nobody: ranks meet in their next step.
 
     ``save_state`` writes ``straggle_MODEL_RANK.pt`` of each rank beside the other files, and ``load_state`` reads it if
     called before the first step. Raises ``ValueError`` for DeepSpeed, FSDP and other kinds that do not use DDP, and
@@ -64,6 +64,7 @@ class StagedAccelerator(Accelerator):
         self._staged_options = take_options(words)
         self._follows = "members" in self._staged_options
         self._trained_on: MemberLoader | None = None
+        self._there = There()
         self._came_late = False
         self._staged: list[StagedDataParallel] = []
         self._accumulation, self._fed = Accumulation(), _Fed()
@@ -105,11 +106,11 @@ class StagedAccelerator(Accelerator):
         model.register_step_hook(self._count_members)
         named = {f"optimizer{number}": own for number, own in enumerate(self._optimizers)}
         named |= {f"scheduler{number}": own for number, own in enumerate(self._schedulers)}
-        self._came_late = bool(model.register_state(**named, loader=self._trained_on))
+        self._came_late = bool(model.register_state(**named, loader=self._trained_on, there=self._there))
         self.register_for_checkpointing(self._trained_on)
 
     def _count_members(self, record: StepRecord) -> None:
-        know_members(record.report, self._staged[0].rank)
+        know_members(self._there.merged(record.report), self._staged[0].rank)
 
     def prepare_data_loader(self, data_loader: Any, *positional: Any, **words: Any) -> Any:
         """Prepare as the base class does, or as this class says for ``members``."""
@@ -123,7 +124,7 @@ class StagedAccelerator(Accelerator):
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this process is to save and to print: with ``members`` the lowest that made the last step."""
+        """Whether this process is to save and to print: with ``members`` the lowest in the others' step."""
         skips = self._trained_on is not None and self._trained_on.catches_up
         return bool(super().is_main_process) and not skips
 

@@ -1,27 +1,24 @@
-"""What Accelerate knows of a job whose ranks leave and come back: those that made the last step."""
+"""What Accelerate knows of a job whose ranks leave and come back: those that are `There`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from straggle.extras import needs_extra
-from straggle.report import StepReport
 
 with needs_extra("accelerate"):
     from accelerate.state import AcceleratorState, PartialState
 
 
-def know_members(report: StepReport, own: int) -> None:
-    """From now on they are the job's processes, in their order; the same on all that make this step.
+def know_members(there: Sequence[int], own: int) -> None:
+    """From now on these ranks are the job's processes, in their order.
 
-    ``own``: this rank. One that did not make the step keeps its number.
+    ``own``: this rank. One that is not among them is behind them, and is no main process; it may know none.
     """
-    present = [rank.rank for rank in report.ranks if not rank.absent]
-    known = {"num_processes": len(present)} if present else {}
-    if own in present:
-        known["process_index"] = present.index(own)
-    _know(known)
+    _know({"process_index": there.index(own) if own in there else max(1, len(there))})
+    if there:
+        _know({"num_processes": len(there)})
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from straggle.integrations.member_data import MemberLoader
+from straggle.integrations.member_data import MemberLoader, There
 from straggle.merge.rows.step_record import StepRecord
 from straggle.merge.wire.store import default_store
 from straggle.parallel import StagedDataParallel
@@ -38,7 +38,7 @@ class LightningMembers:
         self._data: _RunningEpoch | None = None
         self._loaded: Mapping[str, Any] | None = None  # of the data, from a checkpoint
         self._num_before: int | None = None  # batches of this epoch that others had before this process came
-        self._away: set[int] = set()  # ranks that were absent, and have made no step since
+        self._there = There()
         self.is_main = self._comes_late = False
         set_main(False)  # whether this process comes late is known when the model is wrapped
         trainer._accelerator_connector.use_distributed_sampler = False
@@ -101,13 +101,10 @@ class LightningMembers:
         model.register_state(**named, loader=data.dealt, fit=self)
 
     def _merged(self, record: StepRecord) -> None:
-        ranks, model, data = record.report.ranks, self._model, self._data
+        model, data = self._model, self._data
         assert model is not None
         assert data is not None
-        came = {rank.rank for rank in ranks if not rank.absent and not rank.stood_in}
-        # one that is back is no main process before its loop is in the others' step
-        self._away = (self._away | {rank.rank for rank in ranks if rank.absent}) - came
-        self._become(main=model.rank == min((rank.rank for rank in ranks if rank.rank not in self._away), default=-1))
+        self._become(main=model.rank == min(self._there.merged(record.report), default=-1))
         self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = data.is_over
 
     def _become(self, *, main: bool) -> None:
@@ -139,7 +136,7 @@ class LightningMembers:
             "total_batches": loop.batch_progress.total.completed,
             "steps": loop.global_step,
             "logged_steps": loop._batches_that_stepped,
-            "away": sorted(self._away),
+            "there": self._there.state_dict(),
             "folders": [callback.dirpath for callback in trainer.checkpoint_callbacks],
             "versions": [logger.version for logger in trainer.loggers],
             "callbacks": {own.state_key: own.state_dict() for own in self._callbacks()},
@@ -155,7 +152,8 @@ class LightningMembers:
         _count(loop.batch_progress.total, state["total_batches"])
         self._num_before = state["batches"] if self._comes_late else None
         _count(loop.automatic_optimization.optim_progress.optimizer.step.total, state["steps"])
-        loop._batches_that_stepped, self._away = state["logged_steps"], set(state["away"])
+        loop._batches_that_stepped = state["logged_steps"]
+        self._there.load_state_dict(state["there"])
         for callback, folder in zip(trainer.checkpoint_callbacks, state["folders"], strict=True):
             callback.dirpath = folder
         for logger, version in zip(trainer.loggers, state["versions"], strict=True):
@@ -223,11 +221,7 @@ def check_trainer(trainer: Any) -> None:
             "automatic_optimization=False, and members=: steps and optimizers of the module's own are not known to the "
             "others; use one optimizer with automatic optimization, or a loop of your own"
         )
-    for word, plain in (
-        ("limit_train_batches", 1.0),
-        ("overfit_batches", 0.0),
-        ("reload_dataloaders_every_n_epochs", 0),
-    ):
+    for word, plain in _WORDS.items():
         if (given := getattr(trainer, word)) != plain:
             raise ValueError(
                 f"{word}={given}, and members=: an epoch is each sample once; leave it out, and give a smaller data set"

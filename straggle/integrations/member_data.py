@@ -1,4 +1,4 @@
-"""`MemberLoader`: what a framework's loop is trained on if ranks may leave and come back."""
+"""What the loops of frameworks share if ranks may leave and come back: `MemberLoader`, and which ranks are `There`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,32 @@ from straggle.data.dealt_loader import KEPT, order_of
 from straggle.data.epochs import Epochs
 from straggle.merge.wire.groups import job_size
 from straggle.parallel import StagedDataParallel
+from straggle.report import StepReport
+
+
+class There:
+    """Which ranks make the others' steps: the lowest of them is the main process.
+
+    A rank that was absent is there again when it has made a step itself, and was not stood in for: until then its loop
+    is in a step that the others have left. All ranks know the same, and one that comes back is given it.
+    """
+
+    def __init__(self) -> None:
+        self._away: set[int] = set()
+
+    def merged(self, report: StepReport) -> list[int]:
+        """Those that are there after this step, after each; none on a rank that is out, and knows of no rank."""
+        came = {rank.rank for rank in report.ranks if not rank.absent and not rank.stood_in}
+        self._away = (self._away | {rank.rank for rank in report.ranks if rank.absent}) - came
+        return [rank.rank for rank in report.ranks if rank.rank not in self._away]
+
+    def state_dict(self) -> dict[str, list[int]]:
+        """For a rank that comes back."""
+        return {"away": sorted(self._away)}
+
+    def load_state_dict(self, state: Mapping[str, list[int]]) -> None:
+        """That of the others."""
+        self._away = set(state["away"])
 
 
 class MemberLoader:

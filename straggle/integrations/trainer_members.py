@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from straggle.integrations.accelerate_members import as_if_alone, know_members
-from straggle.integrations.member_data import MemberLoader
+from straggle.integrations.member_data import MemberLoader, There
 from straggle.merge.rows.step_record import StepRecord
 from straggle.parallel import StagedDataParallel
 
@@ -29,6 +29,7 @@ class TrainerMembers:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._loader: MemberLoader | None = None
+        self._there = There()
         self._makes_training_loader = False
         self._check(trainer.args)
         trainer.args.average_tokens_across_devices = False  # each sample counts the same
@@ -76,11 +77,12 @@ class TrainerMembers:
         model.register_step_hook(self._merged)
         if checkpoint is not None and (path := Path(checkpoint) / _STATE).exists():
             loader.load_state_dict(torch.load(path, weights_only=True))
-        model.register_state(optimizer=trainer.optimizer, scheduler=trainer.lr_scheduler, loader=loader, run=self)
+        own = {"optimizer": trainer.optimizer, "scheduler": trainer.lr_scheduler}
+        model.register_state(**own, loader=loader, there=self._there, run=self)
 
     def _merged(self, record: StepRecord) -> None:
         trainer = self._trainer
-        know_members(record.report, trainer._staged.rank)
+        know_members(self._there.merged(record.report), trainer._staged.rank)
         trainer.state.is_world_process_zero = trainer.is_world_process_zero()
 
     def save(self, folder: str) -> None:

@@ -1,4 +1,4 @@
-"""`StagedAccelerator(members=Elastic())` under `straggle launch`: a rank is killed in the second epoch."""
+"""`StagedAccelerator(members=Elastic())` under `straggle launch`: a rank is lost in the second epoch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from launch_jobs import loaded_launch
-from told import merged, samples_of, told_by
+from told import LOSS, ends_of, go_on, lose_a_rank, merged, samples_of
 
 pytestmark = [
     pytest.mark.slow,  # accelerate takes its seconds to load
@@ -29,8 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import straggle
 from straggle.integrations.accelerate import StagedAccelerator
 
-victim, resume = int(sys.argv[1]), sys.argv[2:]
-accelerator = StagedAccelerator(cpu=True, members=straggle.Elastic(), deadline=straggle.FixedDeadline(60.0))
+{LOSS}accelerator = StagedAccelerator(cpu=True, members=straggle.Elastic(), deadline=straggle.FixedDeadline(60.0))
 rank, start = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 told = open(f"told.{{rank}}.{{start}}", "w", buffering=1)
 tell = lambda *what: print(json.dumps(what), file=told)
@@ -43,14 +41,13 @@ train = DataLoader(TensorDataset(torch.arange({SAMPLES}), x, x[:, :3]), batch_si
 held_out = DataLoader(TensorDataset(x[:50], x[:50, :3]), batch_size={BATCH})
 model, optimizer, train, scheduler, held_out = accelerator.prepare(model, optimizer, train, scheduler, held_out)
 if resume:
-    accelerator.load_state(resume[0])
+    accelerator.load_state(resume)
 for epoch in range({EPOCHS}):
     for number, (ids, a, b) in enumerate(train):
         if (rank, start, epoch, number) == (victim, 0, 1, {KILLED_IN}):
-            tell("killed")
-            os.kill(os.getpid(), signal.SIGKILL)
+            lose()
         if model.last_report is not None and any(own.absent for own in model.last_report.ranks):
-            while number == {KILLED_IN} + 3 and not os.path.exists(f"told.{{victim}}.1"):
+            while number == {KILLED_IN} + 3 and not is_back():
                 time.sleep(0.05)
             time.sleep(0.4)  # the others give it time to come back
         with accelerator.accumulate(model):
@@ -76,16 +73,12 @@ tell("end", hashlib.sha256(b"".join(parameters)).hexdigest(), scheduler.get_last
 """
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_rank_that_is_killed_comes_back_and_each_sample_counts_once_an_epoch(victim: int, tmp_path: Path) -> None:
-    (tmp_path / "worker.py").write_text(SCRIPT)
-    with loaded_launch("--nproc-per-node=3", "--spares=1", "worker.py", victim, folder=tmp_path) as job:
-        assert job.status() == 0, job.log.read_text()
-    told = told_by(tmp_path)
-    assert told.pop((victim, 0))[-1] == ["killed"]
-    assert set(told) == {(rank, int(rank == victim)) for rank in range(3)}
-    assert len({json.dumps(lines[-1]) for lines in told.values()}) == 1  # parameters and learning rate at the end
-    told = told_by(tmp_path)
+@pytest.mark.parametrize(("victim", "how"), [(0, "killed"), (1, "killed"), (0, "frozen")])
+def test_rank_that_is_lost_comes_back_and_each_sample_counts_once_an_epoch(
+    victim: int, how: str, tmp_path: Path
+) -> None:
+    told = lose_a_rank(tmp_path, SCRIPT, victim, how)
+    assert len({json.dumps(end) for end in ends_of(told)}) == 1  # parameters and learning rate at the end
     steps = merged(told)
     for epoch in range(EPOCHS):
         assert samples_of(steps, epoch) == Counter(range(SAMPLES))
@@ -96,13 +89,8 @@ def test_rank_that_is_killed_comes_back_and_each_sample_counts_once_an_epoch(vic
         assert sum(line[5] for line in lines if line[:2] == ["step", step]) == 1  # one of them is the main one
 
     # and a run of two ranks goes on from the middle of the second epoch
-    again = tmp_path / "again"
-    again.mkdir()
-    (again / "worker.py").write_text(SCRIPT)
-    with loaded_launch("--nproc-per-node=2", "worker.py", -1, tmp_path / "middle", folder=again) as job:
-        assert job.status() == 0, job.log.read_text()
+    resumed = merged(go_on(tmp_path / "again", SCRIPT, tmp_path / "middle"))
     before = samples_of({step: steps[step] for step in steps if step <= SAVED_AFTER}, 1)
-    resumed = merged(told_by(again))
     assert 0 < before.total() < SAMPLES
     assert before + samples_of(resumed, 1) == Counter(range(SAMPLES))
     assert samples_of(resumed, 0) == Counter()

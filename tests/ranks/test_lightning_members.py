@@ -1,4 +1,4 @@
-"""`StagedStrategy(members=Elastic())` under `straggle launch`: a rank is killed in the second epoch."""
+"""`StagedStrategy(members=Elastic())` under `straggle launch`: a rank is lost in the second epoch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from launch_jobs import loaded_launch
-from told import merged, samples_of, told_by
+from told import LOSS, ends_of, go_on, lose_a_rank, merged, samples_of
 
 pytestmark = [
     pytest.mark.slow,  # Lightning takes its seconds to load
@@ -31,8 +30,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 import straggle
 from straggle.integrations.lightning import StagedStrategy
 
-victim, resume = int(sys.argv[1]), (sys.argv[2:] or [None])[0]
-rank, start = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+{LOSS}rank, start = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 told = open(f"told.{{rank}}.{{start}}", "w", buffering=1)
 tell = lambda *what: print(json.dumps(what), file=told)
 x = torch.randn({SAMPLES}, 6, generator=torch.Generator().manual_seed(1))
@@ -51,8 +49,7 @@ class Net(pl.LightningModule):
         return DataLoader(TensorDataset(x[:50], x[:50, :3]), batch_size={BATCH})
     def training_step(self, batch, number):
         if (rank, start, self.current_epoch, number) == (victim, 0, 1, {KILLED_IN}):
-            tell("killed")
-            os.kill(os.getpid(), signal.SIGKILL)
+            lose()
         model = self.trainer.model
         tell("has", batch[0].tolist())
         time.sleep(0.02)
@@ -62,7 +59,7 @@ class Net(pl.LightningModule):
     def on_train_batch_start(self, batch, number):
         report = self.trainer.model.last_report
         if report is not None and any(own.absent for own in report.ranks):  # the others give it time to come back
-            while number == {KILLED_IN} + 3 and not os.path.exists(f"told.{{victim}}.1"):
+            while number == {KILLED_IN} + 3 and not is_back():
                 time.sleep(0.05)
             time.sleep(0.4)
     def on_train_batch_end(self, outputs, batch, number):
@@ -106,16 +103,13 @@ tell("end", hashlib.sha256(parameters).hexdigest(), trainer.global_step, trainer
 """
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_rank_that_is_killed_goes_on_in_the_others_step_and_no_sample_is_lost(victim: int, tmp_path: Path) -> None:
-    (tmp_path / "worker.py").write_text(SCRIPT)
-    with loaded_launch("--nproc-per-node=3", "--spares=1", "worker.py", victim, folder=tmp_path) as job:
-        assert job.status() == 0, job.log.read_text()
-    told = told_by(tmp_path)
-    assert set(told) == {(rank, 0) for rank in range(3)} | {(victim, 1)}
-    ends = {place: lines[-1] for place, lines in told.items()}
-    assert ends.pop((victim, 0)) == ["killed"]
-    assert len({json.dumps(end) for end in ends.values()}) == 1  # parameters, steps, rates, and the best checkpoint
+@pytest.mark.parametrize(("victim", "how"), [(0, "killed"), (1, "killed"), (0, "frozen")])
+def test_rank_that_is_lost_goes_on_in_the_others_step_and_no_sample_is_lost(
+    victim: int, how: str, tmp_path: Path
+) -> None:
+    told = lose_a_rank(tmp_path, SCRIPT, victim, how)
+    ends = ends_of(told)
+    assert len({json.dumps(end) for end in ends}) == 1  # parameters, steps, rates, and the best checkpoint
     steps = merged(told)
     for epoch in range(EPOCHS):
         assert samples_of(steps, epoch) == Counter(range(SAMPLES))
@@ -126,8 +120,9 @@ def test_rank_that_is_killed_goes_on_in_the_others_step_and_no_sample_is_lost(vi
     for step in steps:
         of_step = [line for line in made if line[1] == step]
         assert sum(line[6] for line in of_step) == 1  # one of them is the main process
-        assert len({json.dumps(line[:6]) for line in of_step}) == 1  # epoch, batch and step are the same on all
-    last = next(iter(ends.values()))[2]
+        # epoch, batch and step are the same on all that were in it
+        assert len({json.dumps(line[:6]) for line in of_step if line[3]}) == 1
+    last = ends[0][2]
     saved_paths = (tmp_path / "saved").read_text().splitlines()
     assert len(saved_paths) == len(set(saved_paths)) == last // SAVED_EVERY + EPOCHS  # each once
     checkpoints = [*tmp_path.glob("**/step=*.ckpt")]
@@ -140,16 +135,12 @@ def test_rank_that_is_killed_goes_on_in_the_others_step_and_no_sample_is_lost(vi
     assert [float(row["count"]) for row in rows if row.get("val")] == [50.0] * EPOCHS  # each sample once
 
     # and a run of two ranks goes on from the middle of the second epoch
-    again, saved = tmp_path / "again", min(step for step in steps if steps[step][0] == 1) + 1 + KILLED_IN
+    saved = min(step for step in steps if steps[step][0] == 1) + 1 + KILLED_IN
     saved += -saved % SAVED_EVERY
-    again.mkdir()
-    (again / "worker.py").write_text(SCRIPT)
     checkpoint = next(path for path in checkpoints if path.stem == f"step={saved}")
-    with loaded_launch("--nproc-per-node=2", "worker.py", -1, checkpoint, folder=again) as job:
-        assert job.status() == 0, job.log.read_text()
+    resumed = merged(go_on(tmp_path / "again", SCRIPT, checkpoint))
     before = samples_of({step: own for step, own in steps.items() if step < saved}, 1)
     assert 0 < before.total() < SAMPLES
-    resumed = merged(told_by(again))
     assert before + samples_of(resumed, 1) == Counter(range(SAMPLES))
     assert samples_of(resumed, 0) == Counter()
     assert samples_of(resumed, 2) == Counter(range(SAMPLES))

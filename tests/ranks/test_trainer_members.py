@@ -1,4 +1,4 @@
-"""`StagedTrainer(members=Elastic())` under `straggle launch`: a rank is killed in the second epoch."""
+"""`StagedTrainer(members=Elastic())` under `straggle launch`: a rank is lost in the second epoch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from launch_jobs import loaded_launch
-from told import merged, samples_of, told_by
+from told import LOSS, ends_of, go_on, lose_a_rank, merged, samples_of
 
 pytestmark = [
     pytest.mark.slow,  # transformers takes its seconds to load
@@ -48,11 +47,10 @@ class Net(nn.Module):
 class Tell(TrainerCallback):
     def on_step_begin(self, args, state, control, **_):
         if (rank, start, state.global_step) == (victim, 0, {KILLED_IN}):
-            tell("killed")
-            os.kill(os.getpid(), signal.SIGKILL)
+            lose()
         report = trainer._staged.last_report
         if report is not None and any(own.absent for own in report.ranks):  # the others give it time to come back
-            while state.global_step == {KILLED_IN} + 3 and not os.path.exists(f"told.{{victim}}.1"):
+            while state.global_step == {KILLED_IN} + 3 and not is_back():
                 time.sleep(0.05)
             time.sleep(0.4)
     def on_step_end(self, args, state, control, **_):
@@ -69,7 +67,7 @@ class Tell(TrainerCallback):
     def on_train_begin(self, args, state, control, **_):
         epoch_of.append(trainer._staged_members._loader.epochs.number)
 
-victim, resume, epoch_of = int(sys.argv[1]), (sys.argv[2:] or [None])[0], []
+{LOSS}epoch_of = []
 arguments = TrainingArguments(
     "saved", per_device_train_batch_size={BATCH}, num_train_epochs=3, use_cpu=True, ddp_backend="gloo",
     eval_strategy="steps", eval_steps={EVALUATED_EVERY}, save_strategy="steps", save_steps={SAVED_EVERY},
@@ -91,16 +89,14 @@ trainer._staged.close()
 """
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_rank_that_is_killed_goes_on_in_the_others_step_and_no_sample_is_lost(victim: int, tmp_path: Path) -> None:
-    (tmp_path / "worker.py").write_text(SCRIPT)
-    with loaded_launch("--nproc-per-node=3", "--spares=1", "worker.py", victim, folder=tmp_path) as job:
-        assert job.status() == 0, job.log.read_text()
-    told = told_by(tmp_path)
-    ends = {place: lines[-1] for place, lines in told.items()}
-    assert ends.pop((victim, 0)) == ["killed"]
-    assert len({json.dumps(end) for end in ends.values()}) == 1  # parameters, steps and learning rate
-    assert next(iter(ends.values()))[2] == STEPS
+@pytest.mark.parametrize(("victim", "how"), [(0, "killed"), (1, "killed"), (0, "frozen")])
+def test_rank_that_is_lost_goes_on_in_the_others_step_and_no_sample_is_lost(
+    victim: int, how: str, tmp_path: Path
+) -> None:
+    told = lose_a_rank(tmp_path, SCRIPT, victim, how)
+    ends = ends_of(told)
+    assert len({json.dumps(end) for end in ends}) == 1  # parameters, steps and learning rate
+    assert ends[0][2] == STEPS
     steps = merged(told)
     for epoch in range(2):
         assert samples_of(steps, epoch) == Counter(range(SAMPLES))
@@ -112,14 +108,10 @@ def test_rank_that_is_killed_goes_on_in_the_others_step_and_no_sample_is_lost(vi
     assert sorted(line[1] for line in lines if line[0] == "saved") == [*range(SAVED_EVERY, STEPS + 1, SAVED_EVERY)]
 
     # and a run of two ranks goes on from the middle of the second epoch
-    again, saved = tmp_path / "again", 15
-    again.mkdir()
-    (again / "worker.py").write_text(SCRIPT)
-    checkpoint = tmp_path / "saved" / f"checkpoint-{saved}"
-    with loaded_launch("--nproc-per-node=2", "worker.py", -1, checkpoint, folder=again) as job:
-        assert job.status() == 0, job.log.read_text()
+    saved = 15
+    told = go_on(tmp_path / "again", SCRIPT, tmp_path / "saved" / f"checkpoint-{saved}")
+    assert len({json.dumps(end) for end in ends_of(told)}) == 1
     before = samples_of({step: own for step, own in steps.items() if step < saved}, 1)
     assert 0 < before.total() < SAMPLES
-    resumed = merged(told_by(again))
+    resumed = merged(told)
     assert before + samples_of(resumed, 1) == Counter(range(SAMPLES))
-    assert {json.dumps(lines[-1][1:]) for lines in told_by(again).values()} != set()

@@ -21,6 +21,7 @@ from straggle.members.own.collectives import Collective
 from straggle.members.own.in_flight import Call, InFlight
 
 _ProcessGroup: Any = dist.ProcessGroup  # whose methods have other arguments in each version of torch
+_Backend: Any = torch._C._distributed_c10d.Backend
 
 
 class OwnWork(dist.Work):
@@ -62,6 +63,10 @@ class LoopGroup(_ProcessGroup):  # type: ignore[misc]
         super().__init__(of_job.rank(), of_job.size())
         self.of_job, self._calls = of_job, calls
         self.options = of_job._get_backend(of_job._device_types[0]).options
+        for device in of_job._device_types:  # DDP's C++ asks for a backend, and calls the methods here all the same
+            if isinstance(backend := of_job._get_backend(device), _Backend):
+                self._register_backend(device, _ProcessGroup.BackendType.GLOO, backend)
+                self._set_default_backend(_ProcessGroup.BackendType.GLOO)
 
     # -- what torch asks of a group
 
