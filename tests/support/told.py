@@ -71,11 +71,20 @@ def told_by(folder: Path) -> Told:
 
 
 def merged(told: Told) -> dict[int, tuple[int, Counter[int]]]:
-    """By step, its epoch and the samples that were merged in it."""
+    """By step, its epoch and the samples that were merged in it.
+
+    A rank that is put out may take a step for merged that the others have given up: so most of them say who gave.
+    """
+    claims = dict[int, Counter[tuple[int, ...]]]()
+    for lines in told.values():
+        for line in lines:
+            if line[0] == "step":
+                claims.setdefault(line[1], Counter())[tuple(line[3])] += 1
+    gave = {step: own.most_common(1)[0][0] for step, own in claims.items()}
     steps = dict[int, tuple[int, Counter[int]]]()
     for (rank, _), lines in told.items():
         for had, made in pairwise(lines):
-            if had[0] == "has" and made[0] == "step" and rank in made[3]:
+            if had[0] == "has" and made[0] == "step" and rank in gave[made[1]]:
                 steps.setdefault(made[1], (made[2], Counter()))[1].update(had[1])
     return steps
 
