@@ -28,7 +28,7 @@ from straggle.waits import NowAndThen
 _ON_S, _OFF_S = 0.02, 0.08  # of a spare that loads
 _LOOK_S = 1.0
 _QUIET_S = 5.0  # after one has taken a place, for the members to give it their state, before another one loads
-_END_S = 2.0  # for those that are not needed to end
+_END_S = 2.0  # for one to end by itself
 _LONGEST = 4096
 
 
@@ -94,6 +94,17 @@ class Spare:
         if not self.is_ready:
             self.process.terminate()
         self.process.send_signal(signal.SIGCONT)
+
+    def wait(self, until: float) -> int:
+        """Its exit status, as `subprocess` has it; it is killed if it has not ended at that time of the clock."""
+        statuses = list[int]()
+        thread = threading.Thread(target=lambda: statuses.append(self.process.wait()), daemon=True)
+        thread.start()
+        thread.join(max(0.0, until - time.monotonic()))
+        if not statuses:
+            self.kill()
+            thread.join()
+        return statuses[0]
 
     def kill(self) -> None:
         """End it, and what it has started."""
@@ -166,15 +177,9 @@ class Spares:
             self._closing, spares = True, self._spares
         for spare in spares:
             spare.end()
-        waits = [threading.Thread(target=spare.process.wait, daemon=True) for spare in spares]
-        for thread in waits:
-            thread.start()
         until = time.monotonic() + _END_S
-        for spare, thread in zip(spares, waits, strict=True):
-            thread.join(max(0.0, until - time.monotonic()))
-            if thread.is_alive():
-                spare.kill()
-                thread.join(_END_S)
+        for spare in spares:
+            spare.wait(until)
 
     def _keep(self) -> None:
         """Until they are not needed any more, or there can be none."""
@@ -231,8 +236,9 @@ class Spares:
 
     def _ended(self, spare: Spare) -> None:
         spare.gives.close()
-        spare.process.kill()  # unless it has ended: its program may have closed what it is given its rank by
-        exited = Exited.of(spare.process.wait(), count=0, ran_s=round(spare.ran_s, 3))
+        # its socket is closed a moment before it has ended; or its program has closed that, and goes on
+        status = spare.wait(time.monotonic() + _END_S)
+        exited = Exited.of(status, count=0, ran_s=round(spare.ran_s, 3))
         spare.kill()
         if exited.code == 0:
             self._number = 0
