@@ -126,7 +126,8 @@ class ViewChain:
             if known is None or (view.generation, view.begun) > (known.generation, known.begun):
                 self._view = view
                 self.was_member |= self.is_in(view)
-                own = (change for change in view.changes if change.rank == self.rank and not change.joined)
+                told = (*view.changes, *view.before)  # that of a view which was not seen, too
+                own = (change for change in told if change.rank == self.rank and not change.joined)
                 self.left = None if self.is_in(view) else next(own, self.left)
                 if view.giver == self.rank and (self.giving is None or view.step > self.giving.step):
                     self.giving = view

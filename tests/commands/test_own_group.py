@@ -78,8 +78,13 @@ def waited_for():
     dist.monitored_barrier()
     return torch.zeros(0)
 
+def of_ddp():
+    other = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+    other(own()).sum().backward()
+    return other.module.weight.grad.flatten()
+
 KINDS = [all_reduce, all_gather, all_gather_into, reduce_scatter, broadcast, all_to_all, gathered_object, given_object,
-         of_metric, traced, waited_for]
+         of_metric, traced, of_ddp, waited_for]
 told = []
 for step in range(first, 3 * len(KINDS)):
     with model.step():
@@ -105,6 +110,7 @@ def expected(kind: str, ranks: list[int], rank: int) -> list[float]:
     return {
         "all_reduce": total,
         "traced": total,
+        "of_ddp": [number / len(ranks) for number in total],
         "all_gather": each,
         "all_gather_into": each,
         "reduce_scatter": total,
@@ -125,7 +131,7 @@ def test_collectives_of_each_kind_go_on_without_a_rank_that_is_killed(tmp_path: 
     assert status == 0, job.log.read_text()
     told: dict[int, list[Any]] = {rank: json.loads(left(tmp_path, "told", rank)) for rank in (0, 2)}
     sizes = [size for _, _, size, _, _ in told[0]]
-    assert sizes[: len(sizes) // 3] == [3] * 11
+    assert sizes[: len(sizes) // 3] == [3] * 12
     assert 2 in sizes
     for rank, own in told.items():
         for step, kind, size, place, came in own:

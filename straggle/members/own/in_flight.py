@@ -244,7 +244,9 @@ class InFlight:
         return MembersChanged(f"{self._where(call)}: {what}", self._name, call.number.step, call.before, left)
 
     def _where(self, call: Call) -> str:
-        return f"rank {self._name}, after step {call.number.step}, {call.collective.name} of the loop's own"
+        step = call.number.step
+        when = f"after step {step}" if step >= 0 else "before its first step"
+        return f"rank {self._name}, {when}, {call.collective.name} of the loop's own"
 
     def _who_is_missing(self) -> str:
         with self._changed:

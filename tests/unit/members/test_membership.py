@@ -15,7 +15,7 @@ import torch.distributed as dist
 from straggle.members.agents import Exited
 from straggle.members.heartbeat import UNANSWERED_S, Heartbeat
 from straggle.members.membership import JobDone, Membership, TooFewRanks
-from straggle.members.view import DONE, Elastic
+from straggle.members.view import DONE, Change, Elastic, Leaving, View
 from straggle.members.view_chain import Hold, StoredView, ViewChain
 
 LIMIT_S = 20.0
@@ -194,3 +194,12 @@ def test_view_that_is_known_to_come_by_now_is_held_when_an_older_one_has_come() 
     assert chain.held is newer
     chain.release(newer)
     assert chain.held is None
+
+
+@pytest.mark.parametrize("why", [Leaving("slow", "its steps take too long"), Leaving("silent", "no sign of life")])
+def test_why_a_rank_left_is_known_though_it_has_not_seen_the_view_that_put_it_out(why: Leaving) -> None:
+    chain = ViewChain(0, "a", StoredView(3))
+    first = View(0, {0: "a", 1: "b", 2: "c"}, begun=True)
+    chain.saw(first)
+    chain.saw(first.without({0: why}).without({2: DONE}))
+    assert chain.left == Change.left(0, why)
