@@ -22,7 +22,7 @@ BY_CLOCK = re.compile(r"\bsleep\(|\b(monotonic|perf_counter)\(|^from members imp
 _SHOWN = 4000  # characters of a failure that was tried again; its end says what was wrong
 _FIXTURE_S = 0.05  # a shorter setup is not listed
 LIMIT_S = 5.0  # of a nominal core's CPU: who takes more, and is not slow, is listed at the end
-# who takes this fails: the same test was seen to take 1.8 times as much on a busy host, and as much again where it is the
+# who takes this fails: the same test was seen to take 1.8 times as much on a busy host, and 4 s more where it is the
 # first to load a part of torch
 FAILS_S = 4 * LIMIT_S
 HEAVY = "heavy_s"  # a test's property

@@ -124,7 +124,7 @@ ONLY_A_SPARE = "if 'RANK' not in list(os.environ):\n    "
     [
         ("raise SystemExit(0)", "does not ask for its rank: there will be none"),
         ("raise SystemExit(2)", "a spare ended with status 2, after"),
-        ("os.closerange(3, 256); raise SystemExit(2)", "a spare ended with status 2, after"),  # not killed before it ends
+        ("os.closerange(3, 256); raise SystemExit(2)", "a spare ended with status 2, after"),  # is not killed
         ("raise ValueError('no data')", "all its 1 restarts are used"),
     ],
 )
