@@ -29,10 +29,12 @@ def problems_in(schedule: Any, run: Run) -> list[str]:
     """What does not hold."""
     plan = plan_of(schedule, Abstain())
     found = []
+    late = dict[int, Any]()  # what each rank has seen in its last step, if another thread has submitted that for it
     for rank, note in notes_of(run):
         words = f"rank {rank}, step {note['step']}: "
-        own = [*of_all_rows(note["report"]), *of_own_row(schedule, plan, rank, note)]
+        own = [*of_all_rows(note["report"]), *of_own_row(schedule, plan, rank, note, late.get(rank))]
         found += [words + problem for problem in own]
+        late[rank] = note["seen"] if note["report"].ranks[rank].stood_in else None
     found += of_views(schedule, run)
     found += of_pools(schedule, run)
     found += of_joins(schedule, run)
@@ -65,8 +67,8 @@ def of_all_rows(report: Any) -> Iterator[str]:
         yield f"ranks {report.different_ranks} differ in {report.different_tensors}"
 
 
-def of_own_row(schedule: Any, plan: Plan, rank: int, note: dict[str, Any]) -> Iterator[str]:
-    """What the rank's row says, by what the rank has seen."""
+def of_own_row(schedule: Any, plan: Plan, rank: int, note: dict[str, Any], before: Any) -> Iterator[str]:
+    """What the rank's row says, by what the rank has seen; ``before``: that of the step before, if it was late then."""
     own, report, seen = note["report"].ranks[rank], note["report"], note["seen"]
     if note["counted"] != report.step + 1:
         yield f"the loop's own state has counted {note['counted']} steps"
@@ -90,7 +92,9 @@ def of_own_row(schedule: Any, plan: Plan, rank: int, note: dict[str, Any]) -> It
             yield f"{own.nonfinite} gradients are not finite, and not {nonfinite}"
     if not _stands_still(schedule, rank):
         compute_s = seen.work_over_at - seen.entered_at
-        if not _near(own.forward_s, seen.forward_s, 0.05) or not _near(own.backward_s, seen.backward_s, 0.05):
+        # what it did of the step before when that was already submitted for it is in this row
+        within = 0.05 + (before.forward_s + before.backward_s if before is not None else 0.0)
+        if not _near(own.forward_s, seen.forward_s, within) or not _near(own.backward_s, seen.backward_s, within):
             yield f"forward {own.forward_s}, backward {own.backward_s}, not {seen.forward_s}, {seen.backward_s}"
         between = own.data_s + own.outside_s + own.optimizer_s + own.loop_end_s + own.collective_s
         if not math.isnan(between) and between < seen.away_s - CLOCK_S:
@@ -333,7 +337,8 @@ def of_overruns(schedule: Any, run: Run) -> list[str]:
     if schedule.members:  # not all of its steps are noted
         return []
     for rank, notes in run.notes.items():
-        frozen_s = sum(own.for_s for own in schedule.faults if isinstance(own, Freeze) and own.rank == rank)
+        # it may stand still after the library's end of its step, and before the loop's
+        frozen_s = sum(own.for_s for own in schedule.faults if isinstance(own, Freeze | Stall) and own.rank == rank)
         told[rank], took[rank], left_at = 0.0, 0.05 + frozen_s, 0.0
         for note in notes:
             if "step" not in note:
