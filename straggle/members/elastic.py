@@ -108,7 +108,7 @@ class ElasticChannel(Channel):
         membership, limit = self.membership, self.patience.words("outside")
         try:
             while not (late := membership.begin(left_s := max(0.0, self._until - world.monotonic()), limit)):
-                if self.form(membership.view):
+                if membership.is_under_way or self.form(membership.view):
                     break
                 if not left_s:
                     raise PeerFailed(

@@ -195,10 +195,14 @@ class FailureDetector:
         try:
             view = self._chain.read(store)
         except StoreEmptied:
-            if not self._chain.view.has_begun:
-                return None
+            if not (known := self._chain.view).has_begun:
+                # others may have seen that it had: they do not meet anew, and need this rank to fill the store
+                if (begun := self._refill.begun(store, known.job)) is None:
+                    return None
+                self._chain.saw(begun)
             self._joins.forget()
-            self._refill.fill(store, self._chain.view)
+            if self._refill.fill(store, self._chain.view):
+                self.num_looks += 1  # it has answered, and its members have as long again to fill it
             return None
         self._refill.filled()
         known = self._chain.view

@@ -35,6 +35,8 @@ def meet_members(
     try:
         while not channel.comes_late and not _become_alike(channel, make_alike):
             channel.meet_members()
+            if channel.membership.is_under_way:
+                break
         if channel.comes_late and wrapped.refusal:
             raise ValueError(wrapped.refusal)
     except BaseException:

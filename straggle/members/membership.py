@@ -91,6 +91,7 @@ class Membership:
         self.inside, self.incarnation = inside, incarnation or new_incarnation()
         self.step = -1  # the step of this rank's merge; sent with its signs of life
         self.is_closed = False  # nothing is waited for any more
+        self._wrapped_in = ""  # the job of the first view whose members this rank has told that it has wrapped its model
         self.left_for_good = False  # it left by its own will, and does not ask to be let in again
         self._why_it_ends = DONE  # what the others are told when its loop is over
         self.connections = Connections(connect)
@@ -174,6 +175,8 @@ class Membership:
                     gone.clear()
                     gone.update(self._down(store))
                 if missing := self._not_come(store, gone):
+                    if self.rank in missing:  # the store was restarted, and has nobody's
+                        store.set(f"hello/{self.rank}", self.incarnation)
                     if (why := over(store)) is not None:
                         raise PeerFailed(f"{self._own}, before step 0: the job is over: {why}")
                     arrival.look(partial(self._ranks_of, missing))
@@ -188,7 +191,12 @@ class Membership:
                 "each has to wrap the model; one has ended, hangs, or cannot be reached"
             )
         self.detector.start()
-        return not (self.is_member and self.view.generation == 0)
+        return not (self.is_member and (self.view.generation == 0 or self.is_under_way))
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the job has begun with this process: all have wrapped, and then the store has lost that they had."""
+        return self.is_member and self.chain.has_begun(self._wrapped_in)
 
     def _not_come(self, store: Any, gone: Container[int]) -> list[int]:
         """The members that are neither there nor known to be gone."""
@@ -236,9 +244,10 @@ class Membership:
             return [rank for rank, key in keys.items() if not store.check([key])]
 
         store.set(f"wrapped/{view.job}/{self.inside.rank(self.rank)}", "")
+        self._wrapped_in = view.job
 
         def is_over() -> bool:
-            if store.check(list(keys.values())) or self.chain.annulled == view.job:
+            if store.check(list(keys.values())) or self.chain.annulled == view.job or self.chain.has_begun(view.job):
                 return True
             arrival.look(missing)
             return False
@@ -248,6 +257,8 @@ class Membership:
                 f"{self._own}, before step 0: ranks {missing()} have not wrapped the model within "
                 f"{limit or f'{limit_s:g} s'}"
             )
+        if self.chain.has_begun(view.job):
+            return True
         if self.chain.annulled == view.job:
             return False
         self.chain.replace(store, view, replace(view, begun=True))

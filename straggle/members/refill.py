@@ -52,9 +52,12 @@ class Refill:
         """Note a word, as it lies in the store, that ranks which come later must find there."""
         self._words[key] = word
 
-    def fill(self, store: Any, view: View) -> None:
-        """Write what this rank knows; ``view`` is the newest that it has seen. Call it until the store has a view."""
-        if self._began_at is None:
+    def fill(self, store: Any, view: View) -> bool:
+        """Write what this rank knows; ``view`` is the newest that it has seen. Call it until the store has a view.
+
+        Returns whether it has begun with that now.
+        """
+        if begins := self._began_at is None:
             self._began_at = world.monotonic()
             name = self._inside.rank(self._rank)
             _log.warning("rank %d: the job's store was restarted; its members write again what it had", name)
@@ -62,7 +65,7 @@ class Refill:
             store.compare_set(key, "", word)
         key = f"known/{self._inside.rank(self._rank)}"
         store.set(key, view.encode())
-        known = {rank: own for rank in range(self._world_size) if (own := self._known(store, rank, view.job))}
+        known = self._all_known(store, view.job)
         waited_s = world.monotonic() - self._began_at
         if (again := following(known, waited_s, least=self._least)) is not None:
             word = again.encode()
@@ -72,10 +75,20 @@ class Refill:
                     again.generation,
                     self._inside.named(again.ranks),
                 )
+        return begins
+
+    def begun(self, store: Any, job: str) -> View | None:
+        """The newest view of this job that others have written, if it has begun; for a rank that has not seen that."""
+        known = [view for view in self._all_known(store, job).values() if view.has_begun]
+        return max(known, key=lambda view: view.generation, default=None)
 
     def filled(self) -> None:
         """Note that the store has a view."""
         self._began_at = None
+
+    def _all_known(self, store: Any, job: str) -> dict[int, View]:
+        """By rank, the newest view of this job that it has written, if it has."""
+        return {rank: own for rank in range(self._world_size) if (own := self._known(store, rank, job))}
 
     def _known(self, store: Any, rank: int, job: str) -> View | None:
         """The newest view of this job that a rank knows, if it has written one."""

@@ -92,7 +92,17 @@ class ViewChain:
             return False
         with self._changed:
             self._view, self.was_member = view, self.is_in(view)
+            self._forget_annulled(view)
         return True
+
+    def has_begun(self, job: str) -> bool:
+        """Whether the members of this first view have begun, as far as is known here."""
+        view = self._view
+        return view is not None and view.job == job and view.has_begun
+
+    def _forget_annulled(self, view: View) -> None:
+        if view.job == self.annulled and view.has_begun:  # it was not given up: the store had lost it
+            self.annulled = ""
 
     def begin(self, store: Any, first: View) -> None:
         """Write a first view unless there is a view."""
@@ -125,6 +135,7 @@ class ViewChain:
             known = self._view
             if known is None or (view.generation, view.begun) > (known.generation, known.begun):
                 self._view = view
+                self._forget_annulled(view)
                 self.was_member |= self.is_in(view)
                 told = (*view.changes, *view.before)  # that of a view which was not seen, too
                 own = (change for change in told if change.rank == self.rank and not change.joined)

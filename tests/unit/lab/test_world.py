@@ -374,6 +374,14 @@ def test_what_was_found_stays_mended(schedule):
     assert problems_of(schedule) == []
 
 
+@pytest.mark.parametrize("with_it", [(), (Cut(1, 0.02, 3.0),), (Freeze(1, 0.02, 3.0),)], ids=["alone", "cut", "frozen"])
+@pytest.mark.parametrize("at_s", [0.005, 0.01, 0.02, 0.03, 0.04])
+def test_job_begins_though_its_store_is_restarted_while_its_ranks_wrap_the_model(at_s, with_it):
+    faults = (StoreAway(at_s, 1.0, empties=True), *(replace(fault, at_s=at_s) for fault in with_it))
+    schedule = Schedule(7, 2, 5, True, "Auto", wire_dtype="bfloat16", zero_every=3, give_up_s=18.0, faults=faults)
+    assert problems_of(schedule) == []
+
+
 def test_nothing_is_left_of_a_rank_that_was_killed():
     ranks = []
 
