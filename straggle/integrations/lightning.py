@@ -385,18 +385,36 @@ class _InFit(Callback):
 
 
 class WatchCallback(Callback):
-    """`straggle.watch` of what a ``Trainer`` trains, as it is: ``Trainer(callbacks=[WatchCallback()])``."""
+    """`straggle.watch` of what a ``Trainer`` trains, as it is: ``Trainer(callbacks=[WatchCallback()])``.
 
-    def __init__(self, run_dir: str | Path = "runs/watch") -> None:
-        self._run_dir = run_dir
+    ``run_dir``: where to, or what gives that for a trainer when training starts; ``None``: nothing is watched, also not
+    by the one that each ``Trainer`` has without being asked. ``max_steps``: how many batches of a fit are watched.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path | Callable[[Any], Path | None] | None = "runs/watch",
+        *,
+        max_steps: int | None = None,
+    ) -> None:
+        self.run_dir, self._max_steps = run_dir, max_steps
         self._watch: Watch | None = None
         self._is_called = True  # the strategy calls a wrapper of the module, not its training_step
+        self._num_steps = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Watch what the strategy trains; another fit of the same trainer begins the file again."""
         self._close()
-        self._is_called = trainer.strategy.model is not pl_module
-        self._watch = watch(trainer.strategy.model, self._run_dir)
+        folder = self.run_dir(trainer) if callable(self.run_dir) else self.run_dir
+        if folder is not None:
+            self._is_called, self._num_steps = trainer.strategy.model is not pl_module, 0
+            self._watch = watch(trainer.strategy.model, folder)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """One more batch; after the last that is watched, close the file."""
+        self._num_steps += 1
+        if self._num_steps == self._max_steps:
+            self._close()
 
     def on_train_batch_start(self, *_: Any) -> None:
         """A forward pass begins, or an evaluation."""

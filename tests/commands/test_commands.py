@@ -513,6 +513,7 @@ def test_wheel_carries_the_configuration_and_the_page_and_the_command_runs_from_
     assert (tmp_path / "run" / "report.html").exists()  # made of a template that is no module
     (entry,) = installed.glob("straggle-*.dist-info/entry_points.txt")
     assert "straggle = straggle.__main__:run" in entry.read_text()
+    assert entry.read_text().count("straggle = straggle.integrations.lightning_unasked:callbacks") == 2  # both names
     assert not (installed / "benchmarks").exists()
 
 

@@ -182,7 +182,7 @@ BUDGET = {
     "backward": 2320,
     "commands": 5210,
     "data": 1600,
-    "integrations": 1740,
+    "integrations": 1830,
     "lab": 5160,
     "links": 980,
     "loop": 2330,
