@@ -1,7 +1,8 @@
 """What the site changes in the pages, so that they read well in the repository too.
 
-README.md is the first page. A link that leaves docs/ leads to the file in the repository. Beside each page lies its
-Markdown, and llms.txt lists these files, for readers that are programs (llmstxt.org).
+README.md is the first page. A link that leaves docs/ leads to the file in the repository; without an address its
+words are left. Beside each page lies its Markdown, and llms.txt lists these files, for readers that are programs
+(llmstxt.org).
 """
 
 import re
@@ -11,7 +12,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
 CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"(\]\()(?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?(\))")
+LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_files(files, config):
@@ -25,7 +26,8 @@ def on_page_markdown(markdown, page, config, **_):
     folder = ROOT if page.file.src_uri == "index.md" else (ROOT / "docs" / page.file.src_uri).parent
 
     def replaced(found):
-        return found[1] + _target(folder / found[2], page, config) + (found[3] or "") + found[4]
+        target = _target(folder / found[2], page, config)
+        return f"[{found[1]}]({target}{found[3] or ''})" if target else found[1]
 
     parts = CODE.split(markdown)  # prose, code, prose, ...
     page.as_text = "".join(part if number % 2 else LINK.sub(replaced, part) for number, part in enumerate(parts))
@@ -57,13 +59,15 @@ def on_post_build(config):
 
 
 def _target(path, page, config):
-    """Of a link to a file: another page or picture of the site, or the file in the repository."""
+    """Of a link to a file: another page or picture of the site, or the file in the repository, which may be nowhere."""
     path = path.resolve()
     docs = ROOT / "docs"
     if path == ROOT / "README.md":
         return _relative("index.md", page)
     if path.is_relative_to(docs) and path.suffix in (".md", ".png", ".svg"):
         return _relative(path.relative_to(docs).as_posix(), page)
+    if not config["repo_url"]:
+        return ""
     inside = path.relative_to(ROOT).as_posix()
     return f"{config['repo_url']}/{'tree' if path.is_dir() else 'blob'}/main/{inside}"
 

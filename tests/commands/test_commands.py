@@ -10,17 +10,21 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
+import venv
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from machines import BY_ENDPOINT, by_hand, commands_of_several_nodes
 from ranks import run_command
 from repository import ROOT
 from rich.console import Console
 from training import TINY, saved_step
 
+import straggle
 from straggle import MembersReport, RankReport, StageReport, StepReport
 from straggle.__main__ import COMMANDS, main
 from straggle.commands.config import load
@@ -493,28 +497,51 @@ def test_compare_trains_ddp_and_straggle_to_the_same_parameters_when_nobody_is_l
     assert results["ddp"]["parameters_sha256"] == results["straggle"]["parameters_sha256"]
 
 
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment into which a wheel was installed that was made of the sdist alone; what it needs are ours."""
+    folder = tmp_path_factory.mktemp("release")
+    build = [sys.executable, "-m", "build", "--outdir", str(folder / "dist"), str(ROOT)]  # the wheel of the sdist
+    subprocess.run(build, check=True, timeout=240, capture_output=True)
+    (wheel,) = (folder / "dist").glob("straggle-*.whl")
+    (sdist,) = (folder / "dist").glob("straggle-*.tar.gz")
+    assert wheel.name.split("-")[1] == sdist.name.removesuffix(".tar.gz").split("-")[1] == straggle.__version__
+    files = zipfile.ZipFile(wheel)
+    assert not [name for name in files.namelist() if not re.match(r"straggle[-/]", name)]
+    (entry,) = (name for name in files.namelist() if name.endswith("entry_points.txt"))
+    unasked = b"straggle = straggle.integrations.lightning_unasked:callbacks"
+    assert files.read(entry).count(unasked) == 2  # by both names of Lightning
+    environment = folder / "environment"
+    venv.create(environment, symlinks=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(environment / "bin" / "python"), "install", "--quiet"]
+    subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], check=True, timeout=240)
+    (site,) = (environment / "lib").glob("python*/site-packages")
+    (site / "others.pth").write_text(sysconfig.get_path("purelib"))
+    return environment
+
+
 @pytest.mark.slow
-def test_wheel_carries_the_configuration_and_the_page_and_the_command_runs_from_it(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]
-    subprocess.run(build, check=True, timeout=240)
-    (wheel,) = tmp_path.glob("straggle-*.whl")
-    installed = tmp_path / "installed"
-    zipfile.ZipFile(wheel).extractall(installed)
-    environment = {**ENVIRONMENT, "PYTHONPATH": str(installed)}
-    keys = (*TINY, "faults=none", "metrics=none", "steps=2", "run_dir=run")
-    trains = (
-        "from straggle.__main__ import run; from straggle.commands.config_schema import config_dir; "
-        "print(config_dir()); run()"
-    )
-    command = [sys.executable, "-c", trains, "train", *keys]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
-    assert done.stdout.startswith(f"{installed}/straggle/conf\n")
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
-    assert (tmp_path / "run" / "report.html").exists()  # made of a template that is no module
-    (entry,) = installed.glob("straggle-*.dist-info/entry_points.txt")
-    assert "straggle = straggle.__main__:run" in entry.read_text()
-    assert entry.read_text().count("straggle = straggle.integrations.lightning_unasked:callbacks") == 2  # both names
-    assert not (installed / "benchmarks").exists()
+def test_wheel_of_the_sdist_trains_launches_and_reports_without_a_checkout(installed: Path) -> None:
+    command = [str(ROOT / ".ci" / "installed"), str(installed / "bin" / "python")]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert f"straggle {straggle.__version__} works without a checkout" in done.stdout
+
+
+def test_workflow_that_publishes_tries_each_python_that_the_package_is_for_and_names_no_host() -> None:
+    text = (ROOT / ".github" / "workflows" / "publish.yml").read_text()
+    jobs = yaml.safe_load(text)["jobs"]
+    pythons = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert jobs["try"]["strategy"]["matrix"]["python"] == pythons
+    assert (jobs["try"]["needs"], jobs["publish"]["needs"]) == ("build", "try")
+    assert jobs["publish"]["permissions"] == {"id-token": "write"}
+    assert "://" not in text
+    words = [word for job in jobs.values() for step in job["steps"] for word in step.get("run", "").split()]
+    assert all((ROOT / word).exists() for word in words if word.startswith(".ci/"))
+    (guard,) = (step["run"] for step in jobs["build"]["steps"] if "GITHUB_REF_NAME" in step.get("run", ""))
+    for tag, status in ((f"v{straggle.__version__}", 0), ("v0.0.1", 1)):
+        environment = {**os.environ, "GITHUB_REF_NAME": tag}
+        assert subprocess.run(["bash", "-c", guard], cwd=ROOT, env=environment).returncode == status
 
 
 def test_launch_help_names_its_commands() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from browser import BINARY, browser, file_url
@@ -27,9 +29,20 @@ def test_every_public_name_is_in_the_reference():
     assert sorted(named) == sorted(straggle.__all__)
 
 
-def test_the_repository_has_one_address():
-    (address,) = re.findall(r"^repo_url: (\S+)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    assert f'Repository = "{address}"' in (ROOT / "pyproject.toml").read_text()
+ADDRESS = "https://repository.example/straggle"
+
+
+def test_link_to_a_file_of_the_repository_needs_its_address():
+    pytest.importorskip("mkdocs")
+    hooks = runpy.run_path(str(ROOT / "docs" / "site" / "hooks.py"))
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="loop.md"))
+    text = "[an `example`](../examples/ddp_loop.py), [a part](start.md#1-is-a-rank-slow)"
+    for address, first in (
+        ("", "an `example`"),
+        (ADDRESS, f"[an `example`]({ADDRESS}/blob/main/examples/ddp_loop.py)"),
+    ):
+        changed = hooks["on_page_markdown"](text, page, {"repo_url": address})
+        assert changed == f"{first}, [a part](start.md#1-is-a-rank-slow)"
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +52,7 @@ def site(tmp_path_factory):
     pytest.importorskip("mkdocstrings")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "REPOSITORY_URL": ADDRESS}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return folder
@@ -49,7 +62,7 @@ def site(tmp_path_factory):
 def test_site_has_its_pages_and_leads_to_files_of_the_repository(site):
     first = (site / "index.html").read_text()
     assert 'href="who-is-slow/"' in first  # a page
-    assert "/blob/main/examples/ddp_loop.py" in first  # a file of the repository
+    assert f"{ADDRESS}/blob/main/examples/ddp_loop.py" in first  # a file of the repository
     assert "step.svg" in first
     assert 'id="straggle.StagedDataParallel.pause"' in (site / "reference" / "index.html").read_text()
 
