@@ -171,7 +171,11 @@ def run_forked(
             raise
         finally:
             for _, connection in ranks:
-                connection.close()  # lets the rank end
+                with contextlib.suppress(OSError):  # it has ended
+                    connection.send_bytes(
+                        b""
+                    )  # lets the rank end; to close does not, where ranks have inherited this end
+                connection.close()
             for process, _ in ranks:
                 process.join(_FAREWELL_S)
                 if process.is_alive():
