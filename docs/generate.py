@@ -51,7 +51,8 @@ def rows_in(lines: list[str]) -> Iterator[Row]:
             parents.append((indent, name))
             # an object is shown as a call of its class; without arguments there is nothing to set
             shown = CALL.sub(lambda call: f"{call[1]}({call[2]})", value or "")
-            if name != "_target_" and not path.startswith("hydra") and value and not shown.endswith("()"):
+            told = text or not path.startswith("inner.")  # else it is a key of another option, which has its text
+            if name != "_target_" and not path.startswith("hydra") and value and told and not shown.endswith("()"):
                 yield f"`{path}={shown}`", text
         above = []
 

@@ -33,7 +33,7 @@ TARGETS = [
     for panel in panels_of(board)
     for target in panel.get("targets", [])
 ]
-ASKED = re.findall(r"`([^`]+)`", (ROOT / "docs" / "see.md").read_text().split("| ask |")[1].split("## Grafana")[0])
+ASKED = re.findall(r"`([^`]+)`", (ROOT / "docs" / "see.md").read_text().split("Ask first")[1].split("## Grafana")[0])
 CHOSEN = {"$__rate_interval": "15s", "$__range": "1h", "$job": "straggle", "$run": ".*"}
 needs_prometheus = pytest.mark.skipif(bool(missing("prometheus", "promtool")), reason=str(missing("prometheus")))
 

@@ -6,7 +6,7 @@ import re
 import pytest
 from repository import ROOT
 
-PAGE = (ROOT / "docs" / "how-it-works.md").read_text()
+PAGE = (ROOT / "straggle" / "README.md").read_text()
 _STATION = re.compile(r"^  ([A-Z]\w+)\.(\w+) .*?(\w+(?:/\w+)+\.py)$", re.MULTILINE)
 WAYS = {
     title: PAGE.partition(f"## {title}\n")[2].partition("\n## ")[0]
