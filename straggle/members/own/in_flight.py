@@ -68,6 +68,27 @@ class Call:
         """The ranks that it was called for."""
         return tuple(rank for rank, _ in self.ranks or ())
 
+    def launched(self, attempt: Attempt) -> None:
+        """It is on its way among the ranks of ``attempt``."""
+        self.attempt = attempt
+
+    def given_up(self) -> None:
+        """Its attempt is of members that have changed: it is made again, or not any more."""
+        self.attempt = None
+
+    def ended(self, error: BaseException | None = None) -> None:
+        """It is over, on all ranks or with this error."""
+        self.is_over, self.error = True, error
+
+    def take(self) -> Attempt | None:
+        """The caller takes what came, once: what is there for it."""
+        self.is_taken = True
+        return self.attempt
+
+    def taken(self, error: BaseException | None) -> None:
+        """The results are where they belong, unless there is an error; what it was made in is free."""
+        self.error, self.attempt = error, None
+
 
 class InFlight:
     """Those of one rank. Any thread may call all of it; ``ended()`` is what ended the job for this rank.
@@ -115,7 +136,7 @@ class InFlight:
             call = Call(collective, self._next, None if self._closed else self._participants.here)
             self._next = self._next._replace(place=self._next.place + 1)
             if call.ranks is None:
-                call.is_over = True
+                call.ended()
                 return call
             self._open.append(call)
             for group in self._groups.values():
@@ -191,21 +212,22 @@ class InFlight:
         with self._changed:
             if call in self._open:
                 self._open.remove(call)
-            call.is_over, call.error = True, error
+            call.ended(error)
 
     def _take(self, call: Call) -> None:
         """Give the caller what came, on its own thread: what it knows of the members changes here, and not before."""
         with self._changed:
             if call.is_taken:
                 return
-            call.is_taken, attempt = True, call.attempt
+            attempt = call.take()
             if call.error is None and call.ranks is not None and attempt is not None:
                 left, step = attempt.key.ranks, call.number.step
                 self._participants.forget(tuple(own for own in call.ranks if own[0] not in left), step)
-        if call.error is None:
+        error = call.error
+        if error is None:
             with torch.no_grad():
-                call.error = self._write(call, attempt)
-        call.attempt = None  # what it was made in is free
+                error = self._write(call, attempt)
+        call.taken(error)
 
     def _write(self, call: Call, attempt: Attempt | None) -> Exception | None:
         """Put the results where they belong, or say why not."""
@@ -287,7 +309,7 @@ class InFlight:
             while self._open and self._open[0].number < first:
                 self._resolve(self._open.popleft())
             for call in self._open:
-                call.attempt = None
+                call.given_up()
             self._generation, self._frozen = view.generation, False
             self._let_go()
             self._launch()
@@ -302,7 +324,8 @@ class InFlight:
 
     def _give_back(self) -> None:
         for call in self._open:
-            call.attempt, call.is_over = None, True
+            call.given_up()
+            call.ended()
         self._open.clear()
         self._generation = -1
         self._let_go()
@@ -348,11 +371,12 @@ class InFlight:
             self._resolve(self._open.popleft())
 
     def _resolve(self, call: Call) -> None:
-        call.is_over = True
-        if (attempt := call.attempt) is None or not all(succeeded(work) for work in attempt.begun.works):
-            call.error = PeerFailed(
-                f"{self._where(call)}: the others have ended it, and this rank has not begun it with them"
-            )
+        if (attempt := call.attempt) is not None and all(succeeded(work) for work in attempt.begun.works):
+            call.ended()
+            return
+        call.ended(
+            PeerFailed(f"{self._where(call)}: the others have ended it, and this rank has not begun it with them")
+        )
 
     def _key(self, call: Call) -> Key:
         assert call.ranks is not None
@@ -368,9 +392,9 @@ class InFlight:
             if (group := self._group(self._key(call))) is None:
                 return
             try:
-                call.attempt = self._begun(call, group)
+                call.launched(self._begun(call, group))
             except (RuntimeError, ValueError, TypeError) as error:
-                call.is_over, call.error = True, error
+                call.ended(error)
         self._open = deque(call for call in self._open if not call.is_over)
 
     def _begun(self, call: Call, group: GlooGroup) -> Attempt:
