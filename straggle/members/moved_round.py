@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from weakref import WeakKeyDictionary
@@ -38,6 +38,10 @@ class Notes:
         if row_ranks is not None:
             self.row_ranks = row_ranks
 
+    def found_merged(self, buckets: Iterable[int]) -> None:
+        """These are merged, as far as this rank can see."""
+        self.merged.update(buckets)
+
     def forget_message(self) -> None:
         """Of groups that are not used any more: it has their connections."""
         self.last_message = None
@@ -72,7 +76,7 @@ class RoundNotes:
 def freeze(current: Round, notes: Notes) -> MergeProgress:
     """Launch nothing from here on: the members change. Returns how far this rank has come."""
     current.hold_back()
-    notes.merged |= {b for b, works in enumerate(current.launched) if works and all(map(succeeded, works))}
+    notes.found_merged(b for b, works in enumerate(current.launched) if works and all(map(succeeded, works)))
     complete = notes.complete or (notes.last_message is not None and succeeded(notes.last_message))
     return MergeProgress(current.step, len(current.launched), frozenset(notes.merged), complete)
 

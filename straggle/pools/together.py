@@ -48,7 +48,7 @@ class Together:
         if turns is None:
             opened.use(lambda _: Drawn((), of_pool, is_open=True))
         else:
-            vote.ahead = turns.promise
+            vote.say_ahead(turns.promise)
 
     @property
     def number(self) -> int:
@@ -77,7 +77,7 @@ class Together:
 
     def close(self) -> None:
         """Say nothing ahead any more."""
-        self._vote.ahead = None
+        self._vote.say_nothing_ahead()
 
     def _has(self, *, is_open: bool) -> None:
         if self._turns is None:

@@ -70,12 +70,7 @@ class Question(Protocol):
 
 
 class Vote(Protocol):
-    """Whether a replica leaves its step. All of its ranks ask at the same places, and are told the same.
-
-    ``ahead()``: what one rank says with each vote, as a number, of what is to come; 0: nothing so far.
-    """
-
-    ahead: Callable[[], int] | None
+    """Whether a replica leaves its step. All of its ranks ask at the same places, and are told the same."""
 
     def ask_too(self, question: Question) -> None:
         """With each merged step ask the ranks this, too; on all of them."""
@@ -89,8 +84,14 @@ class Vote(Protocol):
     def __call__(self, own: bool, at: int) -> bool:
         """Whether the replica leaves the step at this place, from this rank's ``own`` word for it."""
 
+    def say_ahead(self, word: Callable[[], int]) -> None:
+        """One rank says ``word()`` with each vote from here on: a number for what is to come; 0: nothing so far."""
+
+    def say_nothing_ahead(self) -> None:
+        """It says nothing of what is to come any more."""
+
     def heard(self) -> tuple[bool, int]:
-        """Of the last vote, if its answer is not read yet: whether any rank is late, and what was said `ahead`."""
+        """Of the last vote, if its answer is not read yet: whether any rank is late, and what was said ahead."""
 
     def ask(self, numbers: Sequence[float], what: str) -> Sequence[Sequence[float]]:
         """The numbers that each rank of the replica says, as many on each; all of them call it. It waits for them."""
@@ -236,7 +237,7 @@ class UnitVote:
         self._channel, self._place_name, self._inside, self._names = channel, place_name, inside, names
         self._tell = tell
         self._question: Question | None = None
-        self.ahead: Callable[[], int] | None = None
+        self._ahead: Callable[[], int] | None = None
         self._num_steps = self._step = 0
         self._number = 0  # of the question
         self._spare, self._words = (_Words(channel.rank, channel.world_size) for _ in range(2))  # they take turns
@@ -270,7 +271,7 @@ class UnitVote:
         # two in turn: the launcher's thread may still look at the answer to the last question
         self._words, self._spare = self._spare, self._words
         # written before it is launched: the collective reads it on another thread
-        self._words.write(own, at, 0 if self.ahead is None else self.ahead())
+        self._words.write(own, at, 0 if self._ahead is None else self._ahead())
         self._number += 1
         self._asked = launched, _ = self._launch(self._words.tensor), at
         self._launcher.submit(self._look, launched, self._words, at)
@@ -278,6 +279,14 @@ class UnitVote:
         if self._num_steps <= _NUM_ORDERED:  # FSDP would wait for a rank that is elsewhere
             self._any_late(*self._asked)
         return False
+
+    def say_ahead(self, word: Callable[[], int]) -> None:
+        """Asked on the training thread, with each vote."""
+        self._ahead = word
+
+    def say_nothing_ahead(self) -> None:
+        """0 in each vote."""
+        self._ahead = None
 
     def heard(self) -> tuple[bool, int]:
         """It is there when a pass is over; the next vote reads it, too."""
