@@ -299,6 +299,23 @@ class StagedDataParallel(nn.Module):
         """
         self._coordinator.work_is_dealt(evenly=evenly, after=after)
 
+    def dealt(self, *, idle: bool, weight: float | None = None) -> None:
+        """What this rank has in the steps from here on: nothing that counts (``idle``), or data of this ``weight``.
+
+        Whoever deals it says so: a loader, or a loop of a framework's. A weight that the loop sets itself wins.
+        """
+        self.idle = idle
+        if weight is not None:
+            self.default_weight = weight
+
+    def loader_begins(self) -> None:
+        """A loader loads nothing for steps that this rank has missed; until `loader_is_over`."""
+        self.loads_missed = False
+
+    def loader_is_over(self) -> None:
+        """From here on this rank loads a batch for each step that it has missed, as a plain loader does."""
+        self.loads_missed = True
+
     def register_step_hook(self, hook: Callable[[StepRecord], None]) -> RemovableHandle:
         """Call ``hook(record)`` on the training thread at the end of each step; ``record.report`` is its report.
 
@@ -483,9 +500,9 @@ class StagedDataParallel(nn.Module):
         if 0 < share < 1:
             # after entering: only an open step has passes that can be taken away
             self._open.end_data(own_passes(step.num_microbatches, share))
-        if self.default_weight != 1.0 and not step.is_weighed:
+        if self.default_weight != 1.0:
             # after entering, before the loop's own code: what the loop sets wins
-            step.weight = self.default_weight
+            step.weigh_if_unset(self.default_weight)
         self._steps.entered()
 
     def _entry(self, step: Step, share: float, *, checked: bool) -> Entry:

@@ -238,10 +238,10 @@ class Step:
             self._coordinator.weigh(weight)
         self._weight = weight
 
-    @property
-    def is_weighed(self) -> bool:
-        """Whether its weight was set."""
-        return self._weight is not None
+    def weigh_if_unset(self, weight: float) -> None:
+        """The step begins: this is its weight, unless one was set before it."""
+        if self._weight is None:
+            self.weight = weight
 
     @property
     def cost(self) -> float:

@@ -71,7 +71,7 @@ class Epochs:
         self._repeat_up_to = repeat_up_to
         self._rebalance = rebalance
         if rebalance is not None:
-            rebalance.weights_are_set = True
+            rebalance.weighed_by_loader()
         self._ledger = Ledger(
             num_samples,
             batch_size=batch_size,
@@ -108,12 +108,14 @@ class Epochs:
         A batch with which the loop makes no step comes again, ten times at most.
         Raises ``RuntimeError`` then, and for more than one step with a batch.
         """
-        epoch, self._model.loads_missed = self.number, False
+        epoch = self.number
+        self._model.loader_begins()
         try:
             while self.number == epoch:
                 yield from self._of_one_deal(loader)
         finally:
-            self._model.idle, self._model.default_weight, self._model.loads_missed = False, 1.0, True
+            self._model.dealt(idle=False, weight=1.0)
+            self._model.loader_is_over()
 
     def draw(self) -> Tensor:
         """For loops without a loader: this rank's sample numbers in the next step, at least one.
@@ -138,7 +140,7 @@ class Epochs:
         self._behind = False
         if self._in_hand != self._place:
             self._num_loads += 1  # the loader is to begin again
-            self._model.idle = self._in_hand is not None  # the loop holds a batch of another step
+            self._model.dealt(idle=self._in_hand is not None)  # the loop holds a batch of another step
 
     def _shares(self) -> list[int] | None:
         """In samples; ``None``: equal ones."""
@@ -178,8 +180,8 @@ class Epochs:
     def _take(self) -> None:
         self._in_hand, self._num_made, self._probed = self._place, 0, False
         count = len(self._ledger.of(self._model.rank))
-        self._model.idle = not self._behind and not count
-        self._model.default_weight = (count or 1) / self._batch_size  # each sample counts the same
+        # each sample counts the same
+        self._model.dealt(idle=not self._behind and not count, weight=(count or 1) / self._batch_size)
 
     def _merged(self, record: StepRecord) -> None:
         """After each step."""

@@ -54,7 +54,8 @@ class LateLoader(Generic[Batch]):
         """``len(self)`` batches, or fewer if the loader has fewer."""
         hook = self._model.register_step_hook(self._merged)
         self._in_hand, self._again, self.num_left = [], deque(), 0
-        batches, self._model.loads_missed = iter(self._loader), False
+        batches = iter(self._loader)
+        self._model.loader_begins()
         try:
             for _ in range(len(self)):
                 if self._again:
@@ -65,7 +66,7 @@ class LateLoader(Generic[Batch]):
                 self._in_hand.append(batch)
                 yield batch
         finally:
-            self._model.loads_missed = True
+            self._model.loader_is_over()
             hook.remove()
 
     def _merged(self, record: StepRecord) -> None:

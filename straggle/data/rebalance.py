@@ -115,7 +115,7 @@ class Rebalance:
         self.schedule: list[tuple[int, tuple[int, ...]]] = [(0, self._shares)]
         self._replayed: dict[int, tuple[int, ...]] | None = None
         self._warned = False
-        self.weights_are_set = False  # by who deals (`Epochs`): the loop cannot forget them
+        self._weights_are_set = False  # by who deals (`Epochs`): the loop cannot forget them
         self._work: Callable[[], Sequence[float]] | None = None
         model.work_is_dealt()
         self._hook = model.register_step_hook(self._measure)
@@ -137,7 +137,12 @@ class Rebalance:
 
     def _abstain(self, wanted: bool) -> None:
         if wanted != self._abstains:
-            self._abstains = self._model.idle = wanted
+            self._abstains = wanted
+            self._model.dealt(idle=wanted)
+
+    def weighed_by_loader(self) -> None:
+        """Who deals these shares gives each step the weight of its samples, too."""
+        self._weights_are_set = True
 
     def follow_work(self, work: Callable[[], Sequence[float]]) -> None:
         """Take a rank's time for what it had in the step that is merged, by ``work()``, and not for its weight.
@@ -354,7 +359,7 @@ class Rebalance:
         weights = table.weight()
         if self._work is not None:
             return [own if weight > 0 else 0.0 for own, weight in zip(self._work(), weights, strict=True)]
-        if self.weights_are_set:
+        if self._weights_are_set:
             return weights
         if len(set(self._shares)) > 1 and all(weight in (0.0, 1.0) for weight in weights) and max(self._shares) > 1:
             if not self._warned:

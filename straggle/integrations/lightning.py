@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from straggle.backward.hooks import put_gradients
 from straggle.extras import needs_extra
 from straggle.integrations.lightning_members import LightningMembers
 from straggle.integrations.options import Accumulation, LastLoss, take_options, wrapped
@@ -351,7 +352,7 @@ class _InFit(Callback):
             return
         model = self._strategy.model
         optimization = trainer.fit_loop.epoch_loop.automatic_optimization
-        model.idle = True
+        model.dealt(idle=True)
         try:
             while trainer.max_steps < 0 or trainer.global_step < trainer.max_steps:
                 with model.step():
@@ -362,7 +363,7 @@ class _InFit(Callback):
                 pl_module.zero_grad()
                 trainer.fit_loop.epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=False)
         finally:
-            model.idle = False
+            model.dealt(idle=False)
 
     def ended(self, model: StagedDataParallel) -> None:
         """A fit is over: keep its state for a checkpoint that may be saved later."""
@@ -466,8 +467,7 @@ def _forward_only(model: StagedDataParallel) -> Iterator[None]:
     model.zero_grad()
     with model.step():
         yield
-    for parameter, gradient in kept:
-        parameter.grad = gradient
+    put_gradients(kept)
 
 
 def _nothing(*_: Any, **__: Any) -> None:

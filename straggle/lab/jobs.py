@@ -185,7 +185,7 @@ class StagedJob(Job):
         self._loaded: _Loaded | None = None  # for the last step
         self._number = 0  # of the running step
         self._missed = _Missed()
-        self.model.loads_missed = False
+        self.model.loader_begins()
         self.model.register_step_hook(self._merged)
         self._comes_and_goes = bool(config.get("members"))
         self.epochs: Epochs | None = None
@@ -248,7 +248,7 @@ class StagedJob(Job):
     def _batches(self, number: int) -> Sequence[tuple[Tensor, Tensor]]:
         self._number = number
         if self._pulls:
-            self._position.number = number
+            self._position.comes_to(number)
             return ()
         since = self._missed.since.get(self.model.rank)
         samples, had = self._samples(number if since is None else since), self._loaded
@@ -347,6 +347,10 @@ class _Position:
 
     def __init__(self) -> None:
         self.number = 0
+
+    def comes_to(self, number: int) -> None:
+        """The pool of this step is next."""
+        self.number = number
 
     def state_dict(self) -> dict[str, Any]:
         """That number."""

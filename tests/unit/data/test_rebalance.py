@@ -37,12 +37,15 @@ class Telemetry:
         self.step, self.hooks = 0, OrderedDict()
         self.slowest_s = []
         self._draw = random.Random(seed)
-        self.dealt, self.evenly, self.loads_missed = False, True, True
+        self.is_dealt, self.evenly, self.loads_missed = False, True, True
         self.rebalance = Rebalance(self, **{"total": 64 * len(self.pace), **options})
 
     def work_is_dealt(self, *, evenly=True, after=-1):
         assert after < self.step + 1
-        self.dealt, self.evenly = True, evenly
+        self.is_dealt, self.evenly = True, evenly
+
+    def dealt(self, *, idle):
+        self.idle = idle
 
     def register_step_hook(self, hook):
         handle = RemovableHandle(self.hooks)
@@ -436,4 +439,4 @@ def test_rank_that_was_just_healed_is_given_samples_that_do_not_count():
 
 
 def test_deadline_policy_knows_that_work_is_dealt():
-    assert Telemetry([1.0, 1.0]).dealt
+    assert Telemetry([1.0, 1.0]).is_dealt
