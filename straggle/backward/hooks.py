@@ -31,6 +31,19 @@ class HasGradient(Protocol):
     grad: Tensor | None
 
 
+def take_gradient(parameter: HasGradient) -> Tensor | None:
+    """What lies in ``p.grad``; nothing does from here on."""
+    gradient = parameter.grad
+    parameter.grad = None
+    return gradient
+
+
+def put_gradients(gradients: Iterable[tuple[HasGradient, Tensor | None]]) -> None:
+    """Each becomes its parameter's ``p.grad``."""
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
+
+
 class PassObserver(Protocol):
     """The receiver of a pass's gradients and checks."""
 

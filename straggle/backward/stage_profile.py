@@ -11,6 +11,7 @@ from statistics import median
 from torch import Tensor, nn
 
 from straggle.backward.clocks import Timeline
+from straggle.backward.hooks import put_gradients
 from straggle.backward.staged import StagedBackward
 from straggle.backward.stages import BalancedByTime, mean_over
 from straggle.extras import needs_extra
@@ -92,8 +93,7 @@ def measure_stages(
                 reports.append(step.report)
     finally:
         staged.close()
-        for parameter, gradient in before:
-            parameter.grad = gradient
+        put_gradients(before)
     columns = zip(*(report.stages for report in reports), strict=True)
     times = tuple(replace(column[0], seconds=median(stage.seconds for stage in column)) for column in columns)
     forward_s = median(forward.seconds(3 + num_steps)[3:])

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
+from straggle.backward.hooks import put_gradients, take_gradient
+
 # these classes, not their subclasses: one that overrides `step` may look at all gradients
 PER_PARAMETER = (
     optim.SGD,
@@ -59,20 +61,17 @@ class StepInParts:
     def step(self, merged: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
         """Step these parameters by their merged gradients, and no others."""
         self._set_others_aside()
-        for parameter, gradient in merged:
-            parameter.grad = gradient
+        put_gradients(merged)
         self._step()
         for parameter, gradient in merged:
-            parameter.grad = None
+            take_gradient(parameter)
             self._stepped[parameter] = gradient
 
     def finish(self) -> None:
         """Step the parameters that were in no part; every ``p.grad`` is then as after one step."""
-        for parameter, gradient in (self._others or {}).items():
-            parameter.grad = gradient
+        put_gradients((self._others or {}).items())
         self._step()
-        for parameter, gradient in self._stepped.items():
-            parameter.grad = gradient
+        put_gradients(self._stepped.items())
 
     def _step(self) -> None:
         self.running = True
@@ -85,6 +84,5 @@ class StepInParts:
         if self._others is not None:
             return
         everything = (parameter for group in self._optimizer.param_groups for parameter in group["params"])
-        self._others = {parameter: parameter.grad for parameter in everything if parameter.grad is not None}
-        for parameter in self._others:
-            parameter.grad = None
+        there = ((parameter, take_gradient(parameter)) for parameter in everything)
+        self._others = {parameter: gradient for parameter, gradient in there if gradient is not None}

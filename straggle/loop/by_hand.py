@@ -17,6 +17,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor, nn
 
+from straggle.backward.hooks import put_gradients, take_gradient
 from straggle.merge.round.step_passes import Passes
 from straggle.merge.wire.contents import fingerprint
 from straggle.source.kept import KeptGradients
@@ -154,7 +155,7 @@ class Unreached:
         """Put zeros into ``p.grad`` if nothing is there: ``gradient``, which lies in ``memory``."""
         if parameter.grad is None:
             memory.zero_()
-            parameter.grad = gradient
+            put_gradients([(parameter, gradient)])
             self.there[parameter] = gradient, memory
 
     def clear(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
@@ -162,4 +163,4 @@ class Unreached:
         for parameter in [*self.there] if parameters is None else parameters:
             gradient, memory = self.there.pop(parameter, (None, None))
             if memory is not None and parameter.grad is gradient and not memory.any():
-                parameter.grad = None
+                take_gradient(parameter)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from straggle.backward.compiled import come_at_once, not_compiled
-from straggle.backward.hooks import DeadlineReached, HasGradient, release_graph, tensors_in
+from straggle.backward.hooks import DeadlineReached, HasGradient, release_graph, take_gradient, tensors_in
 from straggle.backward.passes import PassWatcher, current_run
 from straggle.backward.stages import PlanLearner, StagePlan
 from straggle.loop.by_hand import ByHand, Unreached, check_dense
@@ -566,7 +566,7 @@ class OpenStep(PassWatcher):
     def _may_take(self, index: int, parameter: HasGradient) -> bool:
         """Whether a gradient belongs to an open step, if that is not plain; raises if it cannot."""
         if self.step is None:
-            parameter.grad = None
+            take_gradient(parameter)
             raise RuntimeError(
                 "backward outside of a step: write `with model.step():` around the forward and backward pass"
                 + (_OF_ANOTHER.format(self._slots[index].name) if self._others() else "")
@@ -575,7 +575,7 @@ class OpenStep(PassWatcher):
             self._end_without_data()
             if not self._between_units:  # or its replica leaves at the next unit
                 self.check()
-            parameter.grad = None
+            take_gradient(parameter)
             return False
         if not self._now.kept.decided:
             if not self._now.kept.decide(index):
@@ -614,7 +614,7 @@ class OpenStep(PassWatcher):
     def _pass_failed(self) -> None:
         self._merge_waiting()  # they were finished before it did
         for parameter in self._held.values():  # a part of it counts as nothing
-            parameter.grad = None
+            take_gradient(parameter)
         self._held.clear()
 
     # -- gradients that come in parts
@@ -638,8 +638,7 @@ class OpenStep(PassWatcher):
     def _give_held(self) -> None:
         """The pass is over: what it has added up is whole."""
         for index, parameter in self._held.items():
-            if (gradient := parameter.grad) is not None:
-                parameter.grad = None
+            if (gradient := take_gradient(parameter)) is not None:
                 self._waiting.append((index, gradient, self.stopwatch.last_gradient_at))
                 self._now.took()
                 self._merge_waiting()

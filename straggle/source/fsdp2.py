@@ -19,6 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
 from straggle import world
+from straggle.backward.hooks import take_gradient
 
 _NEEDED = ("reset_iter_state", "set_force_sum_reduction_for_comms", "reshard", "_get_fsdp_state")
 
@@ -148,7 +149,7 @@ def _keeps_gradient(own: Any) -> bool:
 
 def _drop_gradient(own: Any) -> None:
     if (whole := getattr(own, "_unsharded_param", None)) is not None:
-        whole.grad = None
+        take_gradient(whole)
     own.unsharded_accumulated_grad = None
 
 
@@ -258,10 +259,12 @@ def watch(units: Iterable[nn.Module], inside: Inside) -> None:
     A unit has others if the loop has set some since they were watched.
     """
     for group in (group for unit in units for group in _groups_of(unit)):
-        if getattr(group._all_gather_comm, "inside", None) is not inside:
-            group._all_gather_comm = Watched(_plain(group._all_gather_comm), inside)
-        if getattr(group._reduce_scatter_comm, "inside", None) is not inside:
-            group._reduce_scatter_comm = Watched(_plain(group._reduce_scatter_comm), inside, group)
+        gather, scatter = group._all_gather_comm, group._reduce_scatter_comm
+        if getattr(gather, "inside", None) is not inside:
+            gather = Watched(_plain(gather), inside)
+        if getattr(scatter, "inside", None) is not inside:
+            scatter = Watched(_plain(scatter), inside, group)
+        _set_collectives(group, gather, scatter)
 
 
 def check_reduction(units: Iterable[nn.Module], num_ranks: int) -> None:
@@ -283,8 +286,11 @@ def check_reduction(units: Iterable[nn.Module], num_ranks: int) -> None:
 def unwatch(units: Iterable[nn.Module]) -> None:
     """Let the units have their own collectives again."""
     for group in (group for unit in units for group in _groups_of(unit)):
-        group._all_gather_comm = _plain(group._all_gather_comm)
-        group._reduce_scatter_comm = _plain(group._reduce_scatter_comm)
+        _set_collectives(group, _plain(group._all_gather_comm), _plain(group._reduce_scatter_comm))
+
+
+def _set_collectives(group: Any, gather: Any, scatter: Any) -> None:
+    group._all_gather_comm, group._reduce_scatter_comm = gather, scatter
 
 
 def _plain(collective: Any) -> Any:

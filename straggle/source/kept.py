@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, count
+from itertools import count
 from types import MappingProxyType
 
 from torch import Tensor
 
-from straggle.backward.hooks import HasGradient
+from straggle.backward.hooks import HasGradient, put_gradients, take_gradient
 from straggle.backward.passes import SeenGradients
 
 UNDECIDED, NONE = -1, 0
@@ -52,9 +52,8 @@ class KeptGradients:
     def exchange(self, given: Mapping[int, Tensor]) -> list[Tensor | None]:
         """On entering: a peer's take the place of those `of_last_step`; as ``merged`` for the next one of these."""
         for index in self.of_last_step():
-            self._parameters[index].grad = None
-        for index, gradient in given.items():
-            self._parameters[index].grad = gradient
+            take_gradient(self._parameters[index])
+        self._put(given)
         return [own.grad if index in given else None for index, own in enumerate(self._parameters)]
 
     def set_aside(self) -> None:
@@ -64,11 +63,9 @@ class KeptGradients:
 
     def put_back(self, put: Mapping[int, Tensor] = MappingProxyType({})) -> None:
         """Undo `set_aside`, and `take_put`: the pass had no gradient, and the loop may still zero those present."""
-        for index, gradient in chain((self._aside or {}).items(), put.items()):
-            self._parameters[index].grad = gradient
-        for index, (copy, gradient) in self._unseen.items():
-            if self._parameters[index].grad is copy:
-                self._parameters[index].grad = gradient
+        self._put(self._aside or {})
+        self._put(put)
+        self._put({index: own for index, (copy, own) in self._unseen.items() if self._parameters[index].grad is copy})
         self._aside, self._unseen = None, {}
 
     def decide(self, first: int) -> bool:
@@ -90,9 +87,9 @@ class KeptGradients:
                     "dataclasses as its output, or zero_grad(set_to_none=True) before the block"
                 )
             # out of the way: it is the pass's own, and must not count as one that was there before
-            parameter.grad = None
+            take_gradient(parameter)
             self._aside = self._take(looks=not self._is_queued)
-            parameter.grad = own
+            put_gradients([(parameter, own)])
         # a gradient that was zeroed in place is not kept, as if it had been set to None
         self._settle({index: grad for index, grad in self._aside.items() if self._entered.is_as_it_was(index, grad)})
         return True
@@ -100,8 +97,7 @@ class KeptGradients:
     def take_put(self) -> dict[int, Tensor]:
         """A backward pass begins, and others are set aside: take those that the loop has put there before it."""
         there = self._take_all()
-        for index in self._unseen.keys() & there.keys():
-            self._parameters[index].grad = there.pop(index)
+        self._put({index: there.pop(index) for index in self._unseen.keys() & there.keys()})
         return there
 
     def put_by_loop(self, is_whole: Callable[[int], bool]) -> dict[int, Tensor]:
@@ -116,8 +112,7 @@ class KeptGradients:
         self.put_back()
         aside = self._take(looks=True)
         by_loop = {index: own for index, own in self._take_all().items() if is_whole(index)}
-        for index, gradient in aside.items():
-            self._parameters[index].grad = gradient
+        self._put(aside)
         if not by_loop:
             return {}
         copies = {index: gradient.detach().clone() for index, gradient in self._take_all().items()}
@@ -156,10 +151,11 @@ class KeptGradients:
                 continue
             was_entered = self._entered.was_there(index, gradient)
             if self._entered.is_as_it_was(index, gradient) or (looks and was_entered and not gradient.any()):
-                parameter.grad = None
+                take_gradient(parameter)
                 aside[index] = gradient
             elif was_entered:
-                parameter.grad = copy = gradient.detach().clone()
+                copy = gradient.detach().clone()
+                put_gradients([(parameter, copy)])
                 if not looks:
                     self._unseen[index] = copy, gradient
         return aside
@@ -169,10 +165,11 @@ class KeptGradients:
         return own is self._unseen.get(index, (None,))[0] and not own.any()
 
     def _take_all(self) -> dict[int, Tensor]:
-        there = {index: p.grad for index, p in enumerate(self._parameters) if p.grad is not None}
-        for index in there:
-            self._parameters[index].grad = None
-        return there
+        there = ((index, take_gradient(parameter)) for index, parameter in enumerate(self._parameters))
+        return {index: own for index, own in there if own is not None}
+
+    def _put(self, gradients: Mapping[int, Tensor]) -> None:
+        put_gradients((self._parameters[index], gradient) for index, gradient in gradients.items())
 
     def _settle(self, kept: dict[int, Tensor]) -> None:
         self.gradients = {index: gradient.detach().clone() for index, gradient in kept.items()}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from straggle.backward.device import device_of
-from straggle.backward.hooks import ParameterHooks, UnitObserver
+from straggle.backward.hooks import ParameterHooks, UnitObserver, put_gradients
 from straggle.backward.stages import Registered, trainable
 from straggle.source.kept import KeptGradients, mark_of
 from straggle.source.source import Slot
@@ -93,8 +93,7 @@ class ReplicatedSource:
 
     def place(self, gradients: Sequence[Tensor | None]) -> None:
         """Each merged gradient becomes its parameter's ``p.grad``."""
-        for parameter, gradient in zip(self.all, gradients, strict=True):
-            parameter.grad = gradient
+        put_gradients(zip(self.all, gradients, strict=True))
 
     def given(self, state: Any) -> Any:
         """As it is: each rank has all of it."""

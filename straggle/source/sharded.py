@@ -15,7 +15,14 @@ from torch import Tensor, nn
 
 from straggle.backward.compiled import not_compiled
 from straggle.backward.device import device_of
-from straggle.backward.hooks import ModuleHook, ParameterHooks, UnitObserver, tensors_in
+from straggle.backward.hooks import (
+    ModuleHook,
+    ParameterHooks,
+    UnitObserver,
+    put_gradients,
+    take_gradient,
+    tensors_in,
+)
 from straggle.backward.passes import after_callbacks, current_run, in_backward
 from straggle.source.fsdp2 import (
     Inside,
@@ -120,8 +127,7 @@ class ShardedSource(ReplicatedSource):
         return KeptGradients(self._shards, merged, is_queued=device_of(self.slots[0].device).is_queued)
 
     def place(self, gradients: Sequence[Tensor | None]) -> None:
-        for shard, gradient in zip(self._shards, gradients, strict=True):
-            shard.grad = gradient
+        put_gradients(zip(self._shards, gradients, strict=True))
 
     def given(self, state: Any) -> Any:
         """This rank's shards of it, as plain tensors."""
@@ -265,7 +271,7 @@ class UnitHooks(ParameterHooks):
         """Forget what was held back of a pass that was left. Whether FSDP had kept gradients of a pass of the step."""
         for index, gradient in self._held.items():
             if (shard := self._shards[index]).parameter.grad is gradient:  # and not one that was kept from before
-                shard.grad = None
+                take_gradient(shard)
         # asked before it is forgotten: who calls has to refuse a step whose kept gradients are lost
         accumulated, self._accumulated = self._accumulated, False
         self._forget_pass()
