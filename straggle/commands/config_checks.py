@@ -176,10 +176,9 @@ def of_scenario(config: DictConfig, name: str) -> DictConfig:
     """
     merged = config.copy()
     OmegaConf.set_struct(merged, False)
-    merged.faults = option("faults", name)
+    merged.update(faults=option("faults", name), run_dir=str(Path(config.run_dir) / name))
     if "pace" in merged.faults and "pace" in config.faults:
-        merged.faults.pace = config.faults.pace
-    merged.run_dir = str(Path(config.run_dir) / name)
+        merged.faults.update(pace=config.faults.pace)
     return merged
 
 

@@ -43,8 +43,8 @@ def recorded(config: DictConfig) -> DictConfig:
         raise ConfigurationError(
             f"replay={source}: its model was sharded, which no replay is: give a run of parallel=none"
         )
-    own.metrics = config.get("metrics")  # where they go is for who starts this run to say
-    own.steps = min(own.steps, config.steps) if config.steps else own.steps
+    steps = min(own.steps, config.steps) if config.steps else own.steps
+    own.update(metrics=config.get("metrics"), steps=steps)  # where metrics go is for who starts this run to say
     check_targets(own, config, f"replay={source}")
     return own
 

@@ -43,7 +43,8 @@ def main(words: Sequence[str]) -> int:
     environment = {**os.environ, "WORLD_SIZE": ranks}
     checked = subprocess.run([sys.executable, "-m", "straggle", "check", command, *keys], env=environment, check=False)
     with ctrl_c.acts:  # Ctrl-C ends the check, and then this process: not with its status, nor without a word
-        ctrl_c.begun = not checked.returncode and by == "torchrun"
+        if not checked.returncode and by == "torchrun":
+            ctrl_c.workers_begin()
     if checked.returncode:
         return checked.returncode
     return _torchrun(options) if by == "torchrun" else _launch(options, ctrl_c)
@@ -76,17 +77,21 @@ def _launch(options: Sequence[str], ctrl_c: _CtrlC) -> int:
 
 
 class _CtrlC(threading.Thread):
-    """Looks for Ctrl-C until ``over``. ``begun``: there may be workers; ``hears``: these end after a step if asked.
+    """Looks for Ctrl-C until ``over``; ``hears``: the workers end after a step if asked.
 
-    ``acts`` is held while it does what Ctrl-C asks for, and by whoever sets ``begun``.
+    ``acts`` is held while it does what Ctrl-C asks for, and by whoever says that the workers begin.
     """
 
     def __init__(self, signs: Path, *, hears: bool) -> None:
         super().__init__(daemon=True)
-        self.begun = False
+        self._begun = False
         self.over = threading.Event()
         self.acts = threading.Lock()
         self._signs, self._hears = signs, hears
+
+    def workers_begin(self) -> None:
+        """From here on there may be workers, which Ctrl-C ends, too; with ``acts`` held."""
+        self._begun = True
 
     def run(self) -> None:
         """The thread's loop; macOS cannot wait for a signal with a time limit."""
@@ -97,7 +102,7 @@ class _CtrlC(threading.Thread):
                     self._pressed()
 
     def _pressed(self) -> None:
-        if self.begun and self._hears:
+        if self._begun and self._hears:
             self._hears = False
             with contextlib.suppress(OSError):  # a full disk, say: then as if it had been pressed twice
                 (self._signs / END).touch()
@@ -106,7 +111,7 @@ class _CtrlC(threading.Thread):
         for child in _children():  # torchrun would give each half a minute
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
-        if not self.begun:
+        if not self._begun:
             _say("stopped before it began")
             shutil.rmtree(self._signs, ignore_errors=True)
             os._exit(128 + signal.SIGINT)

@@ -139,8 +139,12 @@ class GivenLater(os._Environ):  # type: ignore[type-arg]
         """Have `os.environ` wait for these names; whoever has it already has this one."""
         gives.set_inheritable(False)
         os.environ.__class__ = cls
-        os.environ._gives, os.environ._later = gives, frozenset(later)  # type: ignore[attr-defined]
+        assert isinstance(os.environ, GivenLater)
+        os.environ._wait_by(gives, frozenset(later))
         os.register_at_fork(before=cls._await_if_spare)  # what is forked has all of the environment
+
+    def _wait_by(self, gives: socket.socket, later: frozenset[str]) -> None:
+        self._gives, self._later = gives, later
 
     @staticmethod
     def _await_if_spare() -> None:

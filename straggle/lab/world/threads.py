@@ -11,31 +11,29 @@ from typing import Any
 from straggle.lab.world.scheduler import Scheduler, Thread
 
 
-def primitives(world: Scheduler) -> dict[str, Any]:
+def primitives(scheduler: Scheduler) -> dict[str, Any]:
     """Those of one world, by the names that `straggle.world` gives them."""
 
     class OwnThread(Thread):
-        pass
-
-    OwnThread.world = world
+        world = scheduler
 
     class OwnFuture(futures.Future[Any]):
         def __init__(self) -> None:
             super().__init__()
-            self._condition = Condition(world)  # type: ignore[assignment]
+            self._condition = Condition(scheduler)  # type: ignore[assignment]
 
     return {
         "Executor": lambda _max_workers, thread_name_prefix: Executor(
-            SimpleQueue(world), partial(OwnThread, name=thread_name_prefix), OwnFuture
+            SimpleQueue(scheduler), partial(OwnThread, name=thread_name_prefix), OwnFuture
         ),
-        "Lock": lambda: Lock(world),
-        "Condition": lambda lock=None: Condition(world, lock),
-        "Event": lambda: Event(world),
-        "SimpleQueue": lambda: SimpleQueue(world),
+        "Lock": lambda: Lock(scheduler),
+        "Condition": lambda lock=None: Condition(scheduler, lock),
+        "Event": lambda: Event(scheduler),
+        "SimpleQueue": lambda: SimpleQueue(scheduler),
         "Future": OwnFuture,
         "Thread": OwnThread,
-        "monotonic": world.monotonic,
-        "sleep": world.sleep,
+        "monotonic": scheduler.monotonic,
+        "sleep": scheduler.sleep,
     }
 
 

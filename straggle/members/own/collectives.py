@@ -64,8 +64,8 @@ def reduce(tensors: Sequence[Tensor], options: Any) -> Collective:
     """Of all ranks, on one."""
 
     def begin(group: Any, place: Place) -> Begun:
-        own, options.rootRank = _copies(tensors), place.root
-        work = group.reduce(own, options)
+        own = _copies(tensors)
+        work = group.reduce(own, _at(place, options))
         return Begun([work], _pairs(own, tensors) if place.own == place.root else [])
 
     def alone(place: Place) -> bool:
@@ -78,8 +78,10 @@ def broadcast(tensors: Sequence[Tensor], options: Any) -> Collective:
     """That of one rank."""
 
     def begin(group: Any, place: Place) -> Begun:
-        own, options.rootRank = _copies(tensors), place.root
-        return Begun([group.broadcast(own, options)], _pairs(own, tensors) if place.own != place.root else [])
+        own = _copies(tensors)
+        return Begun(
+            [group.broadcast(own, _at(place, options))], _pairs(own, tensors) if place.own != place.root else []
+        )
 
     return Collective("broadcast", begin, lambda place: place.own == place.root, root=options.rootRank)
 
@@ -139,9 +141,8 @@ def gather(outputs: Sequence[Sequence[Tensor]], tensor: Tensor, options: Any) ->
     to = list(outputs[0]) if outputs else []
 
     def begin(group: Any, place: Place) -> Begun:
-        options.rootRank = place.root
         came = [torch.empty_like(tensor) for _ in range(place.size)] if place.own == place.root else []
-        work = group.gather([came] if came else [], [tensor], options)
+        work = group.gather([came] if came else [], [tensor], _at(place, options))
         misfits = torch.tensor([int(bool(came) and len(to) != place.size)])
         return Begun([work, group.allreduce([misfits])], list(zip(came, to, strict=False)), misfits)
 
@@ -158,13 +159,12 @@ def scatter(output: Tensor, parts: Sequence[Sequence[Tensor]], options: Any) -> 
     given = list(parts[0]) if parts else []
 
     def begin(group: Any, place: Place) -> Begun:
-        options.rootRank = place.root
         gives = place.own == place.root
         misfits = torch.tensor([int(gives and len(given) != place.size)])
         # whoever gives too few gives something all the same: nobody else knows of that before
         sent = given if len(given) == place.size else [torch.zeros_like(output) for _ in range(place.size)]
         own = torch.empty_like(output)
-        work = group.scatter([own], [sent] if gives else [], options)
+        work = group.scatter([own], [sent] if gives else [], _at(place, options))
         return Begun([work, group.allreduce([misfits])], [(own, output)], misfits)
 
     def alone(place: Place) -> bool:
@@ -192,6 +192,12 @@ def all_to_all_single(output: Tensor, tensor: Tensor, to: Sequence[int], of: Seq
 def barrier() -> Collective:
     """Ends when all ranks have come to it."""
     return Collective("barrier", lambda _group, _place: Begun([], []), lambda _: True)
+
+
+def _at(place: Place, options: Any) -> Any:
+    """The options, with the root where it is among those that are there."""
+    options.rootRank = place.root
+    return options
 
 
 def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
