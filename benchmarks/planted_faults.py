@@ -395,8 +395,8 @@ MEMBERS = [
     Fault(
         "failed-counts-as-merged",
         "members/moved_round.py",
-        "if works and all(map(succeeded, works))}",
-        "if works and all(work.is_completed() for work in works)}",
+        "if works and all(map(succeeded, works)))",
+        "if works and all(work.is_completed() for work in works))",
     ),
     Fault(
         "old-merge-still-writes",
