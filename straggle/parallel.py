@@ -46,7 +46,7 @@ from straggle.step import Pause, Step
 
 if TYPE_CHECKING:
     from straggle.members.view import Elastic
-    from straggle.replay.decision import Decision, Recording
+    from straggle.replay.wing import Decision, Recording
 
 _log = logging.getLogger(__name__)
 

@@ -24,8 +24,7 @@ from queue import SimpleQueue
 
 from straggle.commands.launching.agent import Agent, Worker, say
 from straggle.commands.launching.launch_options import PIDS_DIR, arguments, port_number
-from straggle.commands.launching.launcher import Events, Launcher, next_event, serve_until_signal, signals_into
-from straggle.commands.launching.nodes import Nodes
+from straggle.commands.launching.launcher import Events, Launcher, Nodes, next_event, serve_until_signal, signals_into
 from straggle.commands.launching.restarting import RestartRules
 from straggle.commands.launching.spares import Node, Spares
 from straggle.commands.launching.stopped_process import SilentWorkers

@@ -19,7 +19,7 @@ from straggle.data.rebalance import Rebalance
 from straggle.lab.jobs import StagedJob
 from straggle.merge.wire.groups import job_rank, job_size
 from straggle.observe.recording import DecisionWriter, file_of, read_recording
-from straggle.replay.decision import Recording, check_members
+from straggle.replay.wing import Recording, check_members
 
 _log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from straggle.observe.lines import LineWriter, bytes_before, is_cut
-from straggle.replay.decision import Decision, Recording
+from straggle.replay.wing import Decision, Recording
 
 
 def file_of(folder: Path, rank: int) -> Path:

@@ -6,11 +6,13 @@ Without the store nothing can be drawn: if a rank had none in the step before, t
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 import sys
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -36,7 +38,6 @@ from straggle.pools.pool import (
     static_shares,
     sure_shares,
 )
-from straggle.pools.random_numbers import random_numbers_of
 from straggle.pools.rows import ATTEMPTS, COMPUTED, COSTS, PARTS, WEIGHT
 from straggle.pools.together import Together
 from straggle.pools.turns import Turns
@@ -316,3 +317,25 @@ def share_out(table: Table) -> None:
 
 def _did(cost_done: float, compute_s: float, num_parts: int) -> Did:
     return Did(cost_done / num_parts, compute_s / cost_done if cost_done else math.nan)
+
+
+@contextmanager
+def random_numbers_of(seed: int, number: int, part: int = 0) -> Iterator[None]:
+    """In this context torch's generators begin from a step's ``seed`` and a micro-batch's ``number``; then as before.
+
+    ``part``: of that micro-batch's samples, if the ranks of a replica have some each. The generators are those of the
+    CPU and, if CUDA is in use, of its present device.
+    """
+    on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng([torch.cuda.current_device()] if on_cuda else []):
+        own = _mixed(seed, number, part)
+        torch.default_generator.manual_seed(own)
+        if on_cuda:
+            torch.cuda.manual_seed(own)
+        yield
+
+
+def _mixed(seed: int, number: int, part: int) -> int:
+    """A seed of 63 bits: neighbouring ones would have generators that begin alike."""
+    words = hashlib.sha256(f"{seed} {number} {part}".encode()).digest()
+    return int.from_bytes(words[:8], "big") >> 1

@@ -7,14 +7,18 @@ do not go on; in a job in which all do, nothing is written there.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import json
 import logging
 import math
+import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from straggle import world
 from straggle.loop.model_parts import HookRegisters
@@ -26,7 +30,6 @@ from straggle.merge.wire.long_wait import LONG_S
 from straggle.merge.wire.store import StoreUnreachable
 from straggle.report import MembersReport, StuckReport
 from straggle.stuck.collectives import newest_open, own_dump
-from straggle.stuck.debug_server import DebugServer
 from straggle.stuck.frames import Frame, Kind, Place, frames_of_thread, place_of, text_of
 from straggle.stuck.states import SILENT, Finding, RankState, blind_words, duration, finding, paused_words, silent_words
 
@@ -314,3 +317,42 @@ class StuckWatch(Wing):
             return newest_open(dump)
         except (RuntimeError, ValueError, KeyError, TypeError, ImportError):  # it is torch's, and private
             return ""
+
+
+NAME = "straggle_stuck"
+_MODULE = "torch.distributed.debug"
+
+
+class DebugServer:
+    """Has `torch.distributed.debug`'s server answer ``POST /handler/straggle_stuck`` with ``described()`` as JSON.
+
+    A process has one handler of a name: it answers for the last model.
+    """
+
+    def __init__(self, described: Callable[[], Mapping[str, object]]) -> None:
+        self._described: Callable[[], Mapping[str, object]] | None = described
+        self._offered = False
+
+    def offer(self) -> None:
+        """Register the handler, if a server runs in this process and it is not registered yet."""
+        debug = sys.modules.get(_MODULE)
+        if self._offered or getattr(debug, "_WORKER_SERVER", None) is None:
+            return
+        from torch._C import _distributed_c10d as c10d
+
+        if (register := getattr(c10d, "_register_handler", None)) is not None:
+            answer = self._answer
+            # torch lets go of it when the process ends, without the GIL: if it were freed then, Python would abort
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(answer))
+            register(NAME, answer)
+        self._offered = True
+
+    def close(self) -> None:
+        """Answer no more."""
+        self._described = None
+
+    def _answer(self, _request: Any, response: Any) -> None:
+        described = self._described
+        words = {"closed": True} if described is None else dict(described())
+        response.set_content(json.dumps(words), "application/json")
+        response.set_status(200)

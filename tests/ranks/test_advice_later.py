@@ -14,7 +14,7 @@ from training import features, mlp
 
 import straggle
 from straggle import StagedDataParallel
-from straggle.replay.decision import Decision, Recording
+from straggle.replay.wing import Decision, Recording
 
 # -- parameters that are others
 

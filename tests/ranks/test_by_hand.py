@@ -274,7 +274,7 @@ def repeat(rank, decisions):
     seen = []
     with staged(module) as model:
         if decisions is not None:
-            model.replay(straggle.replay.decision.Recording((), (), tuple(decisions[rank])))
+            model.replay(straggle.replay.wing.Recording((), (), tuple(decisions[rank])))
         for number in range(3):
             with model.step() as step:
                 if decisions is None and (number, rank) == (1, 1):

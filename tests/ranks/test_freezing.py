@@ -9,7 +9,7 @@ from torch import nn
 from training import Stopper, features, mlp, shared
 
 import straggle
-from straggle.replay.decision import Recording
+from straggle.replay.wing import Recording
 
 WITHIN_S = 30.0
 

@@ -20,7 +20,7 @@ from straggle.observe.numbers.run import read_run, read_steps
 from straggle.observe.numbers.run_numbers import numbers_of
 from straggle.observe.recording import DecisionWriter, read_recording
 from straggle.observe.trace import TraceWriter, read_trace
-from straggle.replay.decision import Decision
+from straggle.replay.wing import Decision
 
 
 @contextlib.contextmanager

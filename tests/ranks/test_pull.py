@@ -11,7 +11,7 @@ from torch import nn
 from training import Chain, Stopper, features, grads, mlp, shared
 
 from straggle import Abstain, FixedDeadline, LastOwn
-from straggle.replay.decision import Recording
+from straggle.replay.wing import Recording
 
 pytestmark = pytest.mark.light
 NUM_PARTS = 8

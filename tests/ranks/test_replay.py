@@ -15,7 +15,7 @@ from training import Signals, features, mlp
 
 from straggle import Abstain, Elastic, LastOwn, LateHandling
 from straggle.observe.recording import DecisionWriter, read_recording
-from straggle.replay.decision import Decision, Recording
+from straggle.replay.wing import Decision, Recording
 
 STEPS = 30
 PARTLY = LateHandling(grace_s=0.005, max_lag=4)

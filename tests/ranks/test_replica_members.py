@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 import straggle
 from straggle.members import agents
 from straggle.members.agents import Exited
-from straggle.source.given_state import given, taken
+from straggle.source.sharded import given, taken
 
 LONG_S = 7.0  # longer than what a process of a replica that hangs has to end by itself
 MISSED_S = 20.0  # longer than that after another rank of its replica was missed

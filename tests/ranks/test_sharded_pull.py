@@ -20,7 +20,7 @@ from whole_steps import LAYER_S, PARTS, Net, loss_of, samples_of
 from straggle import StagedDataParallel
 from straggle.lab.world.faults import Cut, Freeze, Kill, Notice, Stall
 from straggle.lab.world.run import run_world
-from straggle.pools.random_numbers import random_numbers_of
+from straggle.pools.pulling import random_numbers_of
 
 
 def run_with(faults, *, replicas, steps, seed=0, slow=2.0, **options):

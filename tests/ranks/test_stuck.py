@@ -247,7 +247,7 @@ def seen_from_outside(rank):
 
 
 def test_a_process_with_the_handler_of_the_debug_server_ends_as_any_other():
-    code = "import torch.distributed.debug as debug; from straggle.stuck.debug_server import DebugServer\n"
+    code = "import torch.distributed.debug as debug; from straggle.stuck.wing import DebugServer\n"
     code += "debug._WORKER_SERVER = object(); DebugServer(dict).offer()"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)

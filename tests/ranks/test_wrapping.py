@@ -27,7 +27,7 @@ from straggle import (
 )
 from straggle.merge.alike import describe, difference
 from straggle.merge.checks import INSTEAD
-from straggle.replay.decision import Recording
+from straggle.replay.wing import Recording
 
 WITHIN_S = 30.0
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from whole_steps import PARTS, Counter, Made, Net, loss_of, optimizer_of, samples_of
 
 from straggle import Elastic, StagedDataParallel
-from straggle.pools.random_numbers import random_numbers_of
+from straggle.pools.pulling import random_numbers_of
 
 SHARDS = 2
 Shards = list[list[float]]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from straggle import Elastic, StagedDataParallel
-from straggle.pools.random_numbers import random_numbers_of
+from straggle.pools.pulling import random_numbers_of
 
 NUM_SAMPLES, PARTS, SIZE = 48, 8, 2
 EACH_EPOCH = NUM_SAMPLES // (PARTS * SIZE)  # steps

@@ -9,13 +9,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
+from typing import Any
 
 from straggle.commands.launching.agent import Agent, say
-from straggle.commands.launching.nodes import BEAT_S, Nodes
 from straggle.members.agents import DO_NOT_RESTART, WRONG_CONFIGURATION
+from straggle.merge.wire.store import JobStore, StoreUnreachable
 
 # those that torchrun passes on; a terminal that is closed sends SIGHUP, and Slurm SIGUSR1, by --signal
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+BEAT_S = 5.0
+LOST_S = 60.0
 _POLL_S = 0.5
 _KILLED_S = 5.0  # a process that SIGKILL has not ended by then hangs in the kernel
 
@@ -132,3 +135,44 @@ def serve_until_signal(events: Events) -> int:
     while not isinstance(next_event(events, threading.TIMEOUT_MAX), signal.Signals):
         pass
     return 0
+
+
+_PREFIX = "straggle/launch"
+
+
+class Nodes:
+    """What this node's launcher says to the others, and what it knows of them: the one that hosts the store stays last.
+
+    Each beats in the store, so that one which dies with its machine is not waited for.
+    """
+
+    def __init__(
+        self, store: JobStore, *, node_rank: int, num_nodes: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._store, self._node_rank = store, node_rank
+        self._clock = clock
+        now = clock()
+        self._beats = {node: (0, now) for node in range(num_nodes) if node != node_rank}  # the last number, and when
+
+    def beat(self) -> None:
+        """Say that this launcher is there."""
+        self._store.post(lambda store: store.add(f"{_PREFIX}/beat/{self._node_rank}", 1))
+
+    def end(self) -> None:
+        """Say that all workers of this node have ended."""
+        with contextlib.suppress(StoreUnreachable):
+            self._store.ask(lambda store: store.set(f"{_PREFIX}/ended/{self._node_rank}", ""))
+
+    def others(self) -> list[int]:
+        """The nodes that have not ended; one that has not beaten for a minute is left out."""
+        with contextlib.suppress(StoreUnreachable):
+            self._store.ask(self._look)
+        now = self._clock()
+        return [node for node, (_, since) in self._beats.items() if now - since < LOST_S]
+
+    def _look(self, store: Any) -> None:
+        for node, (last, _) in list(self._beats.items()):
+            if store.check([f"{_PREFIX}/ended/{node}"]):
+                del self._beats[node]
+            elif (number := store.add(f"{_PREFIX}/beat/{node}", 0)) != last:
+                self._beats[node] = (number, self._clock())

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from straggle import world
 from straggle.members.own import collectives
-from straggle.members.own.collectives import Collective
-from straggle.members.own.in_flight import Call, InFlight
+from straggle.members.own.collectives import Call, Collective
+from straggle.members.own.in_flight import InFlight
 
 _ProcessGroup: Any = dist.ProcessGroup  # whose methods have other arguments in each version of torch
 _Backend: Any = torch._C._distributed_c10d.Backend

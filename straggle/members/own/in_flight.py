@@ -11,15 +11,13 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from straggle import world
 from straggle.members.membership import Membership
-from straggle.members.own.collectives import Begun, Collective, Place
-from straggle.members.own.participants import NOWHERE, MembersChanged, Number, Participants, Ranks
+from straggle.members.own.collectives import Attempt, Begun, Call, Collective, Key, Place
+from straggle.members.own.participants import NOWHERE, MembersChanged, Number, Participants
 from straggle.members.view import View
 from straggle.merge.wire.channel import PeerFailed
 from straggle.merge.wire.groups import GlooGroup, is_of_peer, is_over, succeeded
@@ -35,59 +33,6 @@ _NAME_S = 1.0  # between two looks who has not come
 _FORM_S = 20.0  # for those that are there to connect
 
 _log = logging.getLogger(__name__)
-
-
-class Key(NamedTuple):
-    """Which group: of which generation, and of which ranks."""
-
-    generation: int
-    ranks: tuple[int, ...]
-
-
-class Attempt(NamedTuple):
-    """A collective that was launched among these ranks; ``last`` is over when it is, on all of them."""
-
-    key: Key
-    begun: Begun
-    last: dist.Work
-    fits: bool
-
-
-class Call:
-    """One collective of the loop: when it was called, for whom, and what has become of it."""
-
-    def __init__(self, collective: Collective, number: Number, ranks: Ranks | None) -> None:
-        self.collective, self.number, self.ranks = collective, number, ranks
-        self.attempt: Attempt | None = None
-        self.is_over = False
-        self.error: BaseException | None = None
-        self.is_taken = False  # the caller has its results, or its error
-
-    @property
-    def before(self) -> tuple[int, ...]:
-        """The ranks that it was called for."""
-        return tuple(rank for rank, _ in self.ranks or ())
-
-    def launched(self, attempt: Attempt) -> None:
-        """It is on its way among the ranks of ``attempt``."""
-        self.attempt = attempt
-
-    def given_up(self) -> None:
-        """Its attempt is of members that have changed: it is made again, or not any more."""
-        self.attempt = None
-
-    def ended(self, error: BaseException | None = None) -> None:
-        """It is over, on all ranks or with this error."""
-        self.is_over, self.error = True, error
-
-    def take(self) -> Attempt | None:
-        """The caller takes what came, once: what is there for it."""
-        self.is_taken = True
-        return self.attempt
-
-    def taken(self, error: BaseException | None) -> None:
-        """The results are where they belong, unless there is an error; what it was made in is free."""
-        self.error, self.attempt = error, None
 
 
 class InFlight:

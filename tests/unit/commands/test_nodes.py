@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch.distributed as dist
 from clock import Clock
 
-from straggle.commands.launching.nodes import LOST_S, Nodes
+from straggle.commands.launching.launcher import LOST_S, Nodes
 from straggle.merge.wire.store import JobStore
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from straggle.pools.random_numbers import random_numbers_of
+from straggle.pools.pulling import random_numbers_of
 
 
 def drawn(seed, number):
