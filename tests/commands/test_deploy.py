@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -252,6 +253,50 @@ def test_monitor_selects_the_pods_and_the_port_that_serves_metrics() -> None:
     assert [port["name"] for port in container["ports"]] == [endpoint["port"]]
     assert load("train", container["args"]).metrics.port == container["ports"][0]["containerPort"]
     assert {"targetLabel": "job", "replacement": "straggle"} in endpoint["relabelings"]
+
+
+@pytest.mark.parametrize(
+    ("labels", "run"),
+    [
+        ({"batch_kubernetes_io_job_name": "straggle-members"}, "straggle-members"),
+        ({"batch_kubernetes_io_job_name": "x-0", "jobset_sigs_k8s_io_jobset_name": "x"}, "x"),
+    ],
+)
+def test_monitor_names_the_run_by_its_job_or_its_jobset(labels: dict[str, str], run: str) -> None:
+    (endpoint,) = manifests()["PodMonitor"]["spec"]["podMetricsEndpoints"]
+    named = {f"__meta_kubernetes_pod_label_{name}": value for name, value in labels.items()}
+    for rule in endpoint["relabelings"]:
+        value = "".join(named.get(name, "") for name in rule.get("sourceLabels", ()))
+        if re.fullmatch(rule.get("regex", "(.*)"), value):
+            named[rule["targetLabel"]] = rule.get("replacement", value)
+    assert (named["job"], named["run"]) == ("straggle", run)
+
+
+def test_commands_over_the_monitor_make_objects_of_the_rules() -> None:
+    comments = re.findall(r"^#   (.*)$", (DEPLOY / "kubernetes" / "podmonitor.yaml").read_text(), re.MULTILINE)
+    script = "\n".join(comments[comments.index("for file in rules alerts; do") :])
+    assert script.endswith("| kubectl apply -f -")
+    made = subprocess.check_output(["bash", "-c", script.replace("kubectl apply -f -", "cat")], cwd=ROOT, text=True)
+    objects = [one for one in yaml.safe_load_all(made) if one]
+    files = [yaml.safe_load((DEPLOY / "prometheus" / f"{name}.yml").read_text()) for name in ("rules", "alerts")]
+    assert [one["spec"] for one in objects] == files
+    assert {one["kind"] for one in objects} == {"PrometheusRule"}
+
+
+@pytest.mark.parametrize("name", ["train", "members", "trainjob"])
+def test_command_for_a_script_of_ones_own_is_one_with_variables_that_the_pod_has(name: str) -> None:
+    (line,) = re.findall(rf"^\| {name}\.yaml \| `\[(.*)\]` \|$", (DEPLOY / "README.md").read_text(), re.MULTILINE)
+    text = (DEPLOY / "kubernetes" / f"{name}.yaml").read_text()
+    for variable in re.findall(r"\$\((\w+)\)", line):
+        assert f"- name: {variable} " in text or f"- name: {variable}\n" in text, variable
+    values = {"$(RENDEZVOUS)": "a:29400", "$(STORE)": "a:29500", "$(NODE_RANK)": "3"}
+    words = [re.sub(r"\$\(\w+\)", lambda found: values[found[0]], word) for word in line.split(", ")]
+    if words[0] == "torchrun":
+        given = get_args_parser().parse_args(words[1:])
+        assert given.training_script == "train.py"
+    else:
+        assert words[:2] == ["straggle", "launch"]
+        assert launch_arguments(words[2:], {}).script == "train.py"
 
 
 def test_manifests_follow_the_schemas_of_kubernetes() -> None:

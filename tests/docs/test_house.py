@@ -110,6 +110,13 @@ def test_the_page_lists_the_packages_in_this_order() -> None:
     assert listed == [list(names) for names in PACKAGES]
 
 
+def test_readme_and_pages_are_short() -> None:
+    """What is measured goes into results/, and what the code alone needs beside the code."""
+    readme = len((ROOT.parent / "README.md").read_text().split())
+    assert readme <= 1200
+    assert readme + sum(len(page.read_text().split()) for page in DOCS.rglob("*.md")) <= 25_000
+
+
 @pytest.mark.parametrize("package", FOLDERS)
 def test_readme_of_a_package_lists_its_modules(package: str) -> None:
     listed = re.findall(r"^\| `([\w/]+?)(?:/|\.py)` \|", (ROOT / package / "README.md").read_text(), re.MULTILINE)
