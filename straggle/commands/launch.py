@@ -27,7 +27,7 @@ from straggle.commands.launching.launch_options import PIDS_DIR, arguments, port
 from straggle.commands.launching.launcher import Events, Launcher, Nodes, next_event, serve_until_signal, signals_into
 from straggle.commands.launching.restarting import RestartRules
 from straggle.commands.launching.spares import Node, Spares
-from straggle.commands.launching.stopped_process import SilentWorkers
+from straggle.commands.launching.stopped_process import SilentWorkers, StoppedWorkers
 from straggle.commands.launching.store_host import LOOPBACK, StoreAddress, connect, no_answer, serve_store
 from straggle.commands.launching.together import Together
 from straggle.commands.launching.worker_process import ForkServer, Program, SpareStarter, Starter, new_process
@@ -176,8 +176,8 @@ def _run(
             Agent(worker, rules, store, world_size=job.world_size, ended=events, together=replica)
             for worker, replica in zip(workers, _each(replicas, given.replica_size), strict=True)
         ]
-        silent = stack.enter_context(contextlib.closing(SilentWorkers(started, store)))
-        silent.start()
+        for watch in (SilentWorkers(started, store), StoppedWorkers(started, store)):
+            stack.enter_context(contextlib.closing(watch)).start()
         launcher = Launcher(
             started,
             events,

@@ -101,6 +101,19 @@ def take_silent(store: Any, rank: int) -> str | None:
     return why
 
 
+def post_stopped(store: Any, rank: int, *, is_stopped: bool) -> None:
+    """Report that a signal has stopped this rank's process, or that it no longer is."""
+    if is_stopped:
+        at_root(store).set(f"{PREFIX}/stopped/{rank}", "")
+    else:
+        at_root(store).delete_key(f"{PREFIX}/stopped/{rank}")
+
+
+def stopped(store: Any, rank: int) -> bool:
+    """Whether this rank's process is stopped, as its agent has seen."""
+    return bool(at_root(store).check([f"{PREFIX}/stopped/{rank}"]))
+
+
 def exited(store: Any, rank: int) -> Exited | None:
     """How the last ended process of this rank ended; ``None`` if none has.
 

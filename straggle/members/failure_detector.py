@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from straggle import world
-from straggle.members.agents import Exited
+from straggle.members.agents import Exited, stopped
 from straggle.members.connections import Connections
 from straggle.members.heartbeat import BEAT_S, Heartbeat, signs_of, step_in
 from straggle.members.in_replica import ALONE, InReplica
@@ -20,7 +20,7 @@ from straggle.merge.wire.launcher_words import down
 from straggle.merge.wire.store import StoreUnreachable
 
 _LOOK_S = 0.3  # between two looks at signs of life and the view: several requests each, and a beat is one
-_QUICK_S = 0.5  # the silence that suffices if a connection has just broken
+_QUICK_S = 0.5  # the silence that suffices if a connection has just broken, or an agent says that a rank is stopped
 _BROKEN_S = 3.0  # for how long a broken connection counts as just broken
 _ANEW_S = 5.0  # after which members that are all alive, and one of whose merges has broken, begin anew
 _LOST_S = 10.0  # the silence after which a rank whose replica is out is not waited for by the others of it
@@ -237,6 +237,9 @@ class FailureDetector:
             rank: Leaving("silent", self._said(rank, f"no sign of life for {limit_s:g} s"))
             for rank in self._silence.longer_than(limit_s)
         }
+        for rank in self._silence.longer_than(min(_QUICK_S, limit_s)):
+            if rank not in lost and stopped(store, rank):  # asked of those that are silent: no request in a quiet job
+                lost[rank] = Leaving("silent", self._said(rank, "its process is stopped by a signal"))
         for rank in signs:
             if ended := self._ended(store, view.members, rank):
                 lost[rank] = Leaving("ended", ended)

@@ -22,7 +22,8 @@ class Elastic:
     """Ranks may die, freeze, be cut off and come back while the others go on.
 
     ``min_ranks``: with fewer members the job ends (default: more than half of those that it was started with).
-    ``suspect_s``: a member that has sent no sign of life for so many seconds is put out.
+    ``suspect_s``: a member that has sent no sign of life for so many seconds is put out; one that a signal has stopped,
+    as its launcher says, after half a second.
     ``absence_gain``: a member that is slow for good, in its data, its layers or its link, is put out while the others
     merge at least so many times the gradients a second without it; it comes back when it would bring more. Infinite: no
     member is put out.

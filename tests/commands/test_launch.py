@@ -61,7 +61,7 @@ def test_environment_of_a_worker_is_that_of_torchrun(tmp_path: Path) -> None:
         assert ours["MASTER_ADDR"] == "127.0.0.1"
 
 
-def test_a_worker_that_peers_miss_is_looked_at_by_its_agent(tmp_path: Path) -> None:
+def test_a_worker_that_is_stopped_is_reported_and_looked_at_if_peers_miss_it(tmp_path: Path) -> None:
     body = """
     if rank == "1":
         leave("pid", str(os.getpid()))
@@ -75,7 +75,10 @@ def test_a_worker_that_peers_miss_is_looked_at_by_its_agent(tmp_path: Path) -> N
         agents.post_silent(store_of(tmp_path), 1, "rank 0 has waited for it for 12 s")
         wait_until(job, lambda: f"process {pid}: state T (stopped by a signal)" in job.log.read_text())
         assert "rank 1 gives no word of itself (rank 0 has waited for it for 12 s); process" in job.log.read_text()
+        wait_until(job, lambda: agents.stopped(store_of(tmp_path), 1))
+        assert not agents.stopped(store_of(tmp_path), 0)
         os.kill(pid, signal.SIGCONT)
+        wait_until(job, lambda: not agents.stopped(store_of(tmp_path), 1))
         (tmp_path / "end").touch()
         assert job.status() == 0
 

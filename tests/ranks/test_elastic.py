@@ -49,7 +49,7 @@ from straggle.backward.stages import plan_stages
 from straggle.loop import model_parts
 from straggle.members import healing, state_wire
 from straggle.members import member as member_module
-from straggle.members.agents import over
+from straggle.members.agents import over, post_stopped
 from straggle.members.elastic import ElasticChannel
 from straggle.members.pace import Pace
 from straggle.members.view import Leaving, Repair
@@ -125,6 +125,26 @@ def test_rank_that_was_stopped_for_seconds_is_healed_in_its_own_loop():
     # its loop needs seconds for the steps that it has missed, and no peer waits for it
     back = absent(outcomes[0], 1)[-1] + 1
     assert max(report.seconds for report in outcomes[0].reports[back + 1 :]) < 1.0
+
+
+def test_rank_that_its_agent_says_is_stopped_is_put_out_as_soon_as_it_is_silent_and_no_other():
+    with run_job(4, train, Loop(plain, elastic=Elastic(suspect_s=30.0))) as job:
+        job.walk(6)
+        post_stopped(job.connect(), 2, is_stopped=True)  # of a moment ago: it gives signs of life
+        job.sleep(3.0)
+        job.stop(1)
+        post_stopped(job.connect(), 1, is_stopped=True)
+        job.walk(12, [0, 2, 3])
+        job.resume(1)
+        post_stopped(job.connect(), 1, is_stopped=False)
+        job.walk(6)
+        job.meet()
+        outcomes = job.finish()
+    check_equal(outcomes)
+    assert gives_again(outcomes[0], 1)
+    assert left(outcomes[0]) == {1: "its process is stopped by a signal"}
+    missed = absent(outcomes[0], 1)[0]
+    assert max(report.seconds for report in outcomes[0].reports[missed - 1 : missed + 1]) < 1.5
 
 
 def test_two_ranks_leave_at_once_and_come_back():

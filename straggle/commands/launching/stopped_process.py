@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from straggle.members import agents
 from straggle.merge.wire.store import JobStore, StoreUnreachable
 
 _LOOK_S = 1.0
+_STATE_S = 0.1  # between two looks at states
 _PY_SPY_S = 20.0
 _STATES: Mapping[str, str] = {
     "R": "running: something may hold its GIL, or it is starved",
@@ -117,3 +119,55 @@ class SilentWorkers:
         except StoreUnreachable:
             return None
         return None if said is None else str(said)
+
+
+class StoppedWorkers:
+    """Reports workers that a signal has stopped (SIGSTOP), and when they go on, on a thread of its own.
+
+    Peers need not wait for the time after which silence is suspicious: no busy machine makes the kernel say this of a
+    process that runs. Two looks must see it, so that a stop of a moment is none.
+    """
+
+    def __init__(
+        self, workers: Sequence[Agent], store: JobStore, *, proc: Path = Path("/proc"), look_s: float = _STATE_S
+    ) -> None:
+        self._workers, self._store, self._proc, self._look_s = workers, store, proc, look_s
+        self._seen: dict[int, int] = {}  # the process of each rank that was stopped at the last look
+        self._said: set[int] = set()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="straggle-stopped-workers", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Look no more."""
+        self._closing.set()
+
+    def join(self) -> None:
+        """Wait for the end of a last look."""
+        self._thread.join()
+
+    def look(self) -> None:
+        """Look once, and report what has changed; what cannot be reported now is at the next look."""
+        before = self._seen
+        pids = {worker.rank: pid for worker in self._workers if (pid := worker.pid) is not None}
+        self._seen = {rank: pid for rank, pid in pids.items() if self._is_stopped(pid)}
+        now = {rank for rank, pid in self._seen.items() if before.get(rank) == pid}
+        for rank in (now | self._said) - (now & self._said):
+            try:
+                self._store.ask(partial(agents.post_stopped, rank=rank, is_stopped=rank in now))
+            except StoreUnreachable:
+                return
+            self._said ^= {rank}
+
+    def _run(self) -> None:
+        while not self._closing.wait(self._look_s):
+            self.look()
+
+    def _is_stopped(self, pid: int) -> bool:
+        try:
+            return state_of((self._proc / str(pid) / "stat").read_text()) == "T"
+        except OSError:
+            return False

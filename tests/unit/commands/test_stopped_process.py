@@ -8,12 +8,14 @@ from torch.distributed import HashStore
 
 from straggle.commands.launching.stopped_process import (
     SilentWorkers,
+    StoppedWorkers,
     described,
     look_at,
     state_of,
     without_own_threads,
 )
-from straggle.members.agents import post_silent, take_silent
+from straggle.members.agents import post_silent, stopped, take_silent
+from straggle.merge.wire.store import StoreUnreachable
 
 STAT = "4731 (python (a) b) {} 1 4731 4731 0 -1 4194560 5000"
 
@@ -94,3 +96,53 @@ def test_workers_that_peers_miss_are_looked_at_once_and_no_others(capfd):
     assert capfd.readouterr().err == (
         "straggle launch: rank 1 gives no word of itself (rank 0 has waited for it for 12 s); process 11: state T\n"
     )
+
+
+def test_a_stopped_worker_is_reported_after_two_looks_until_it_goes_on_or_is_another_process(tmp_path):
+    store, worker = Answers(), SimpleNamespace(rank=1, pid=4731)
+
+    def is_in(state, pid=4731):
+        (tmp_path / str(pid)).mkdir(exist_ok=True)
+        (tmp_path / str(pid) / "stat").write_text(STAT.format(state))
+        watch.look()
+        return stopped(store.store, 1)
+
+    watch = StoppedWorkers([worker], store, proc=tmp_path)
+    for runs in "RSDZt":
+        assert not is_in(runs)
+        assert not is_in(runs)
+    assert not is_in("T")  # for a moment only, as far as one look can tell
+    assert not is_in("S")
+    assert not is_in("T")
+    assert is_in("T")
+    assert is_in("T")
+    assert not is_in("S")
+    assert not is_in("T")
+    assert is_in("T")
+    worker.pid = 4732
+    assert not is_in("T", 4732)
+    assert is_in("T", 4732)
+    worker.pid = None
+    watch.look()
+    assert not stopped(store.store, 1)
+
+
+def test_what_could_not_be_reported_of_a_stopped_worker_is_reported_later(tmp_path):
+    class Away(Answers):
+        away = True
+
+        def ask(self, request):
+            if self.away:
+                raise StoreUnreachable("away")
+            return super().ask(request)
+
+    store = Away()
+    (tmp_path / "11").mkdir()
+    (tmp_path / "11" / "stat").write_text(STAT.format("T"))
+    watch = StoppedWorkers([SimpleNamespace(rank=0, pid=11)], store, proc=tmp_path)
+    watch.look()
+    watch.look()
+    store.away = False
+    assert not stopped(store.store, 0)
+    watch.look()
+    assert stopped(store.store, 0)
