@@ -15,6 +15,7 @@ from training import Signals, features, mlp
 from straggle import Elastic, LateHandling
 from straggle.members import elastic
 from straggle.merge.wire import channel
+from straggle.merge.wire.groups import set_time_limit
 
 GIVE_UP_S = 1.0  # who waits is named after 4 s
 
@@ -149,7 +150,7 @@ def test_member_in_a_pause_is_named_as_that_and_waited_for_longer_than_gloo_wait
 
 def come_while_the_only_member_is_away(rank, board, away, group_s):
     """Rank 0 stays ``away`` once the file "away" is there."""
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=group_s), dist.group.WORLD)
+    set_time_limit(dist.group.WORLD, group_s)
 
     def wait():
         while rank == 0 and (board.folder / "away").exists():

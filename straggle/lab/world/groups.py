@@ -469,7 +469,7 @@ def gloo_of(network: Network) -> Any:
         _Options = SimpleNamespace
 
         def __init__(
-            self, store: Any, place: int, size: int, options: Any = None, *, timeout: timedelta | None = None
+            self, store: Any, place: int, size: int, options: Any = None, *, timeout: timedelta | None = None, **_: Any
         ) -> None:
             form_s = (options._timeout if timeout is None else timeout).total_seconds()
             is_default = dist.distributed_c10d._world.default_pg is None  # whose connections are made when needed

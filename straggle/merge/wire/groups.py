@@ -95,7 +95,7 @@ class JobGroup:
 
     def limit(self, seconds: float) -> None:
         """End collectives that are launched from now on after so long."""
-        world.dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), self._group)
+        set_time_limit(self._group, seconds)
 
     def set_aside(self, limit_s: float) -> None:
         """Do not free it before what may be on its way has ended, after ``limit_s`` at most."""
@@ -114,7 +114,7 @@ class QueuedGroup(JobGroup):
         group = world.dist.new_group(
             list(ranks), timedelta(seconds=limit_s), backend, use_local_synchronization=True, group_desc=OWN_GROUP
         )
-        world.dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2 * limit_s + _WATCHDOG_S), group)
+        set_time_limit(group, 2 * limit_s + _WATCHDOG_S)
         return cls(group)
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -257,6 +257,12 @@ def time_limit_of(group: dist.ProcessGroup) -> float:
     if limits:
         return float(min(limits))
     return world.dist.distributed_c10d._get_default_timeout(world.dist.Backend(backend_of(group))).total_seconds()
+
+
+def set_time_limit(group: dist.ProcessGroup, seconds: float) -> None:
+    """End its collectives that are launched from now on after so long. torch has a public name for it since 2.14."""
+    public = getattr(world.dist, "set_timeout", None)
+    (public or world.dist.distributed_c10d._set_pg_timeout)(timedelta(seconds=seconds), group)
 
 
 def gloo_group(store: Any, place: int, size: int, form_s: float, *, at_a_time: int = MESSAGES_AT_A_TIME) -> Any:
