@@ -118,6 +118,7 @@ class FailureDetector:
         """
         self._broken_in = max(self._broken_in, generation)
         self._broken_at, self._replica_broke = world.monotonic(), self._replica_broke or of_replica
+        # last: the thread that wakes reads what is written above
         self._wake.set()
 
     def put_out_silent(self) -> None:

@@ -99,6 +99,7 @@ class Healing:
             if self._member.notice.asked and self._member.is_out:  # it is not to come back
                 return True
             self._member.is_between_steps()
+            # each is read once: the thread of `Regrouping` writes both
             arrival, begins = self._arrival, self._rank.merging.takes_part_from
             if step < begins and (begins < sys.maxsize or step < self._membership.detector.furthest_step):
                 return True  # its peers have made this step without this rank
@@ -253,6 +254,7 @@ class Healing:
         began_at = world.monotonic()
         room = self._member.room.take_over()
         try:
+            # a copy: the training thread goes on to change its state while another thread sends it
             encoded = encode(self._state(), room)
         except TypeError as error:  # of an object that was not asked before
             self._refuse(error)
@@ -333,6 +335,7 @@ class Healing:
             value = self._registered.get(name)
             if value is not None and (loaders_too or not is_loader(value)):
                 value.load_state_dict(own)
+        # last: from here on this rank's gradients may count, and all of its state is to be in place
         self._member.healed(view.step, History.from_tensors(state["history"]), state["deadline_s"])
         if not self._member.is_out:
             _log.warning(
@@ -421,6 +424,7 @@ def _pair(channel: ElasticChannel, view: View, rank: int, place: int, is_awaited
         if not has_ended.is_set():
             break_off(pair, 1 - place)
 
+    # by another thread: what gloo sends or receives ends only when its connection does
     membership.spawn(watch)
     try:
         yield pair

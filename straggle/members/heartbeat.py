@@ -48,6 +48,7 @@ class Heartbeat:
 
     def answered(self) -> None:
         """Note that the store has answered a request just now."""
+        # one assignment, by whichever thread has got an answer
         self._answered_at = self._clock()
 
     def connect_anew(self) -> None:

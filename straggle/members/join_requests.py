@@ -44,6 +44,7 @@ class JoinRequests:
         """Ask to be let in; the members answer with a view that has this incarnation, or with a refusal."""
         request = json.dumps([self._incarnation, self._description, self._own_probe])
         store.set(f"join/{self._inside.rank(self._rank)}", request)
+        # after the request: whoever reads the new number finds it
         store.add("joins", 1)
 
     def answered(self, store: Any) -> None:
@@ -58,6 +59,7 @@ class JoinRequests:
 
     def hear(self, store: Any, view: View, kept_out: Collection[int]) -> None:
         """Read the requests, except that of ranks in ``kept_out`` only the probes count; a refused rank is told why."""
+        # before the requests: one that comes while they are read has a number of its own, and is read the next time
         if (number := store.add("joins", 0)) == self._number:
             return
         wanted, probes = {}, {}
@@ -76,6 +78,7 @@ class JoinRequests:
                 store.set(f"refused/{rank}/{incarnation}", why)
             else:
                 wanted[rank] = incarnation
+        # at the end: if the store has failed before, all of them are read again
         self._number, self.wanted, self.probes = number, wanted, probes
 
     def _asked(self, store: Any, rank: int) -> tuple[str, str, tuple[float, float] | None]:

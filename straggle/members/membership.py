@@ -206,6 +206,7 @@ class Membership:
         """All others are there: write a first view of them, unless there is one."""
         there = [rank for rank in range(self.world_size) if rank not in gone]
         names = {rank: store.get(f"hello/{rank}").decode() for rank in there}
+        # several ranks may do so at once, each with a job of its own: the store keeps the first
         self.chain.begin(store, View(0, names, job=uuid.uuid4().hex[:12]))
         if gone and self.rank == there[0]:
             _log.warning("the job begins with ranks %s: %s", self._ranks_of(there), "; ".join(gone.values()))
@@ -261,6 +262,7 @@ class Membership:
             return True
         if self.chain.annulled == view.job:
             return False
+        # all ranks write the same, so it does not matter which is first
         self.chain.replace(store, view, replace(view, begun=True))
         try:
             self.chain.look(store)
@@ -300,7 +302,7 @@ class Membership:
         if not self.chain.has_view or not self.is_member:
             return
         with self.connections.lent() as store:
-            for _ in range(5):
+            for _ in range(5):  # again if another member has replaced the view meanwhile
                 view = self.chain.read(store)
                 if not self.chain.is_in(view):
                     return
@@ -356,6 +358,7 @@ class Membership:
         try:
             with self.connections.lent() as store:
                 store.set(key_of_end(self.incarnation, self.inside.rank(self.rank)), "")
+                # one counter for the replica: only the rank that ends last leaves, for all of them
                 is_last = store.add(f"ended/{self.incarnation}", 1) >= self.inside.size
 
                 def are_as_far() -> bool:
@@ -387,6 +390,7 @@ class Membership:
     def publish(self, key: str, word: str) -> None:
         """Write a word for all incarnations of all ranks, unless the key has one."""
         key = self.inside.key(key)
+        # what lies there, which may be another rank's word: that is what is to be written again
         self._refill.note(key, self.connections.own().compare_set(key, "", word).decode())
 
     def published(self, key: str) -> str | None:

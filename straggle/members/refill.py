@@ -61,6 +61,7 @@ class Refill:
             self._began_at = world.monotonic()
             name = self._inside.rank(self._rank)
             _log.warning("rank %d: the job's store was restarted; its members write again what it had", name)
+        # of a copy: other threads note words meanwhile
         for key, word in list(self._words.items()):
             store.compare_set(key, "", word)
         key = f"known/{self._inside.rank(self._rank)}"
@@ -69,6 +70,7 @@ class Refill:
         waited_s = world.monotonic() - self._began_at
         if (again := following(known, waited_s, least=self._least)) is not None:
             word = again.encode()
+            # after the words above: once there is a view, nobody writes them again
             if store.compare_set("view", "", word).decode() == word:
                 _log.warning(
                     "generation %d, %s: the members, which the job's store has again",

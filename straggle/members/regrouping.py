@@ -196,6 +196,7 @@ class Regrouping:
         if self._asked_at is not None and not self._member.is_out:
             self._member.put_out()  # the view that put this rank out was skipped: this newer one was there first
         began_at = world.monotonic()
+        # before groups are formed: what this rank tells the others of itself must not change any more
         progress = self._member.freeze()
         told: Sequence[int] = [] if self._own is None else self._own.freeze(view)
         joins = progress.step < 0

@@ -179,6 +179,7 @@ class StoredView:
         if (last := self._last) is not None and last[0] == word:
             return last[1]
         view = View.decode(word, self._world_size)
+        # both in one assignment: several threads read views, without a lock
         self._last = word, view
         return view
 

@@ -160,7 +160,7 @@ class Draws:
         except StoreUnreachable as error:
             self._give_up(error)
         else:
-            with self._lock:
+            with self._lock:  # `put_back` takes numbers away on another thread
                 self.numbers += more
                 # no thread writes it now, unless something was put back meanwhile, which can then be drawn
                 nothing_left = not more or self._drawer.request(self._pool) is None

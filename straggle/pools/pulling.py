@@ -217,6 +217,7 @@ class Pulling(Wing):
         # nothing could be drawn then, in any number of attempts
         lacks_store = bool(current.table.ranks_without_store())
         self._without_store = self._present_in(current.table) if lacks_store else None
+        # all ranks of the replica have a seed, or none has: `Together` has compared them, so all ask or none does
         if self._replica.vote is None or not self._has_seed:
             return own
         return any(any(said) for said in self._replica.vote.ask((own,), "whether the step is made again"))

@@ -60,6 +60,7 @@ class Together:
 
         Raises ``ValueError``, on all of them, if they were not given the same pool.
         """
+        # the same answer on all ranks of the replica: all of them ask below, or none does
         late, word = self._vote.heard()
         if word == NOTHING_SAID or (late and self._seed is not None):
             word = self._ask()

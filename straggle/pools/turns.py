@@ -65,6 +65,7 @@ class Turns:
         """Begin the next one; false: none is left, or the rank is not to go on."""
         draws = self._draws
         while self._begun == self._taken and self._goes_on():
+            # before more is asked for: the store's thread takes both in this order, and then tries their shares, too
             draws.left(self._gone())
             if self._begun + 1 >= len(draws.numbers):
                 draws.wait()
@@ -120,6 +121,7 @@ class Turns:
     def leave(self) -> None:
         """Compute no more, though the last one that is begun was not: put it back with the rest, if that can be."""
         self._taken = self._begun = max(0, self._begun - 1)
+        # after the count, from which `_without_rest` puts back
         self._drawn = self._opened.use(self._without_rest)
 
     def _without_rest(self, _: Passes) -> Drawn:  # with the lock held

@@ -193,7 +193,7 @@ BUDGET = {
     "lab": 5160,
     "links": 980,
     "loop": 2330,
-    "members": 6730,
+    "members": 6760,
     "merge": 9640,
     "observe": 4720,
     "policies": 2750,

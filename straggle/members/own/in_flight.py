@@ -109,6 +109,7 @@ class InFlight:
                 self._pause(first, None)
                 continue
             try:
+                # without the lock: `Regrouping` may freeze and follow meanwhile, which makes another attempt
                 is_over(attempt.last, min(_SLICE_S, until_s - now))
                 broke_at = None
             except RuntimeError as error:
@@ -233,6 +234,7 @@ class InFlight:
     def freeze(self, view: View) -> Sequence[int]:
         """The members change: nothing is over before `follow`. What this rank tells the others of itself."""
         with self._changed:
+            # before it is frozen, which ends that: what is over by now is not made again
             self._settle()
             self._frozen = True
             self._changed.notify_all()
@@ -241,6 +243,7 @@ class InFlight:
             if self._participants.here is None:
                 first, gone = NOWHERE, []
             numbers = self._participants.numbers(self._membership.world_size)
+        # without the lock, because the store may take long
         for incarnation in gone:  # one whose loop was over has said what it had
             if (word := self._membership.published(f"{_LAST}/{incarnation}")) is not None:
                 first = max(first, Number(*json.loads(word)))
@@ -284,6 +287,7 @@ class InFlight:
             takes_part = self._participants.here is not None and first.place > 0
         if takes_part:
             with suppress(RuntimeError):  # the interpreter is about to end, and starts no thread
+                # without the lock, because the store may take long
                 end_of([self._membership.spawn(self._say_last, first)], ANSWER_S)
         with self._changed:
             self._closed = True
@@ -394,6 +398,7 @@ class InFlight:
             _log.info("rank %d: its group of generation %d was not formed: %s", self._name, key.generation, error)
             return
         with self._changed:
+            # the members may have changed while it was formed: then nobody uses it
             if key in self._groups:
                 self._groups[key] = group
                 self._launch()
