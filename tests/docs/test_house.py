@@ -187,7 +187,7 @@ def test_name_that_the_package_has_not_is_an_error_with_the_name() -> None:
 BUDGET = {
     "advise": 1860,
     "backward": 2320,
-    "commands": 5210,
+    "commands": 5240,
     "data": 1600,
     "integrations": 1830,
     "lab": 5160,
@@ -195,7 +195,7 @@ BUDGET = {
     "loop": 2330,
     "members": 6760,
     "merge": 9640,
-    "observe": 4720,
+    "observe": 4920,
     "policies": 2750,
     "pools": 1400,
     "replay": 170,

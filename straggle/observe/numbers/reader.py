@@ -15,6 +15,7 @@ from straggle.report import PHASES, StepReport
 from straggle.schema import read
 
 TRACE = "trace.jsonl"
+NO_TRACE = "{}: no such file; give the run_dir of a run of straggle train or straggle.watch"
 _OF_DDP = (*(f"{phase}_s" for phase in PHASES), "compute_s", "stage_s")
 
 

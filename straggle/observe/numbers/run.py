@@ -17,7 +17,7 @@ from straggle.observe.members import read_members
 from straggle.observe.numbers.fairness import Fairness, fairness_of
 from straggle.observe.numbers.goodput import Goodput, Uses
 from straggle.observe.numbers.link_spells import LinkSpell, link_spells
-from straggle.observe.numbers.reader import TRACE, files_of, num_warmup_steps
+from straggle.observe.numbers.reader import NO_TRACE, TRACE, files_of, num_warmup_steps
 from straggle.observe.numbers.replicas import Replicas
 from straggle.observe.stuck import read_stuck
 from straggle.policies.ddp_time import DdpPrediction
@@ -108,7 +108,7 @@ def read_run(run_dir: Path, *, name: str | None = None) -> Run:
     """
     path = run_dir / TRACE
     if (files := files_of(run_dir)) is None:
-        raise ValueError(f"{path}: no such file; give the run_dir of a run of straggle train or straggle.watch")
+        raise ValueError(NO_TRACE.format(path))
     columns = _Columns()
     for report, ended_at in files.timed():
         columns.add(report, ended_at)

@@ -208,6 +208,10 @@ COMMANDS = {
         lambda _: Words.of(["json=maybe"], ["json"]).flag("json"),
         lambda _: Words.of(["json=true"], ["json"]).flag("json"),
     ),
+    "perfetto= and {}=: the trace has one run and all of its steps; leave {}= out": (
+        words(report.arguments, "{}", "perfetto=trace.json", "steps=0"),
+        words(report.arguments, "{}", "perfetto=trace.json"),
+    ),
     "unknown option {}; options are written key=value, with keys {}": (
         words(report.arguments, "{}", "--steps"),
         words(report.arguments, "{}", "steps=0"),
