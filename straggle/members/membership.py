@@ -91,7 +91,7 @@ class Membership:
         self.inside, self.incarnation = inside, incarnation or new_incarnation()
         self.step = -1  # the step of this rank's merge; sent with its signs of life
         self.is_closed = False  # nothing is waited for any more
-        self._wrapped_in = ""  # the job that this rank has told so
+        self._wrapped_in = ""  # the job whose ranks it has told that it has wrapped its model
         self.left_for_good = False  # it left by its own will, and does not ask to be let in again
         self._why_it_ends = DONE  # what the others are told when its loop is over
         self.connections = Connections(connect)
