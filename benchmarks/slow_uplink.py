@@ -59,7 +59,12 @@ def _pace_socket(process, descriptor, bytes_per_s):
         if ctypes.get_errno() in (9, 3):  # it was closed meanwhile, or the process has ended
             return 0
         raise OSError(ctypes.get_errno(), "pidfd_getfd: this process may not trace the other one")
-    with socket.socket(fileno=copy) as own:
+    try:
+        own = socket.socket(fileno=copy)
+    except OSError:  # it was closed meanwhile, and its number is another file's
+        os.close(copy)
+        return 0
+    with own:
         if own.family not in (socket.AF_INET, socket.AF_INET6) or own.type != socket.SOCK_STREAM:
             return 0
         own.setsockopt(socket.SOL_SOCKET, _PACE, struct.pack("=I", bytes_per_s))

@@ -96,5 +96,5 @@ def test_the_driver_measures_ddp_and_straggle() -> None:
         f"{fault} | {system}" for fault in ("nothing", "slow", "killed") for system in ("DDP", "straggle")
     }
     assert int(rows["nothing | DDP"]) >= 200  # its layers sleep as long
-    assert int(rows["slow | DDP"]) >= 380
+    assert int(rows["slow | DDP"]) >= 330  # the step that was under way is not slow
     assert re.search(r"\| killed \| straggle \|.*\| [\d.]+ \|\n", done.stdout)  # and it came back
