@@ -52,6 +52,7 @@ def test_rank_that_was_stopped_while_the_store_was_restarted_does_not_bring_back
         job.kill_store()
         job.start_store()
         job.resume(2)
+        job.wait(lambda: "rank 2 takes part again" in job.log(), "rank 2 is let in")  # until then it walks on alone
         job.walk(10)
         job.meet()
         outcomes = job.finish()
