@@ -154,6 +154,7 @@ def come_while_the_only_member_is_away(rank, board, away, group_s):
 
     def wait():
         while rank == 0 and (board.folder / "away").exists():
+            (board.folder / "is away").touch()
             time.sleep(0.01)
 
     members, late_handling = Elastic(min_ranks=1), LateHandling(give_up_s=GIVE_UP_S)
@@ -182,6 +183,7 @@ def test_newcomer_waits_for_a_member_as_long_as_others_would_and_says_which_limi
     with run_forked_job(2, come_while_the_only_member_is_away, away, 4.0) as job:
         job.walk(3)
         (job.folder / "away").touch()
+        job.wait(lambda: (job.folder / "is away").exists(), "rank 0 is away")  # and no more in the step before
         job.kill(1)
         job.start(1)
         end = job.result(1)
