@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -79,21 +80,17 @@ def _programs() -> str | None:
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
-class SilentWorkers:
-    """Looks at those of a node's workers that their peers miss, on a thread of its own, until the launcher ends."""
+class _Looks(ABC):
+    """Looks at a node's workers now and then, on a thread of its own, until the launcher ends."""
 
-    def __init__(
-        self,
-        workers: Sequence[Agent],
-        store: JobStore,
-        look: Callable[[int], str] = look_at,
-        *,
-        look_s: float = _LOOK_S,
-    ) -> None:
-        self._workers, self._store, self._look = workers, store, look
-        self._look_s = look_s
+    def __init__(self, workers: Sequence[Agent], store: JobStore, *, name: str, look_s: float) -> None:
+        self._workers, self._store, self._look_s = workers, store, look_s
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="straggle-silent-workers", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    @abstractmethod
+    def look(self) -> None:
+        """Look once."""
 
     def start(self) -> None:
         """Begin to look."""
@@ -109,9 +106,28 @@ class SilentWorkers:
 
     def _run(self) -> None:
         while not self._closing.wait(self._look_s):
-            for worker in self._workers:
-                if (pid := worker.pid) is not None and (why := self._asked(worker.rank)) is not None:
-                    say(f"rank {worker.rank} gives no word of itself ({why}); {self._look(pid)}")
+            self.look()
+
+
+class SilentWorkers(_Looks):
+    """Looks at those of a node's workers that their peers miss, and says what it sees by ``look_at(pid)``."""
+
+    def __init__(
+        self,
+        workers: Sequence[Agent],
+        store: JobStore,
+        look_at: Callable[[int], str] = look_at,
+        *,
+        look_s: float = _LOOK_S,
+    ) -> None:
+        super().__init__(workers, store, name="straggle-silent-workers", look_s=look_s)
+        self._look_at = look_at
+
+    def look(self) -> None:
+        """Look once, at those of whom peers ask."""
+        for worker in self._workers:
+            if (pid := worker.pid) is not None and (why := self._asked(worker.rank)) is not None:
+                say(f"rank {worker.rank} gives no word of itself ({why}); {self._look_at(pid)}")
 
     def _asked(self, rank: int) -> str | None:
         try:
@@ -121,33 +137,21 @@ class SilentWorkers:
         return None if said is None else str(said)
 
 
-class StoppedWorkers:
-    """Reports workers that a signal has stopped (SIGSTOP), and when they go on, on a thread of its own.
+class StoppedWorkers(_Looks):
+    """Reports workers that a signal has stopped (SIGSTOP), and when they go on.
 
     Peers need not wait for the time after which silence is suspicious: no busy machine makes the kernel say this of a
-    process that runs. Two looks must see it, so that a stop of a moment is none.
+    process that runs. Two looks must see it, so that a stop of a moment is none. The first look takes back what an
+    earlier launcher of these ranks has left: a busy rank would be put out by that after half a second.
     """
 
     def __init__(
         self, workers: Sequence[Agent], store: JobStore, *, proc: Path = Path("/proc"), look_s: float = _STATE_S
     ) -> None:
-        self._workers, self._store, self._proc, self._look_s = workers, store, proc, look_s
+        super().__init__(workers, store, name="straggle-stopped-workers", look_s=look_s)
+        self._proc = proc
         self._seen: dict[int, int] = {}  # the process of each rank that was stopped at the last look
-        self._said: set[int] = set()
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="straggle-stopped-workers", daemon=True)
-
-    def start(self) -> None:
-        """Begin to look."""
-        self._thread.start()
-
-    def close(self) -> None:
-        """Look no more."""
-        self._closing.set()
-
-    def join(self) -> None:
-        """Wait for the end of a last look."""
-        self._thread.join()
+        self._said: dict[int, bool] = {}  # of each rank, whether it is stopped; at first nothing is known to be said
 
     def look(self) -> None:
         """Look once, and report what has changed; what cannot be reported now is at the next look."""
@@ -155,16 +159,13 @@ class StoppedWorkers:
         pids = {worker.rank: pid for worker in self._workers if (pid := worker.pid) is not None}
         self._seen = {rank: pid for rank, pid in pids.items() if self._is_stopped(pid)}
         now = {rank for rank, pid in self._seen.items() if before.get(rank) == pid}
-        for rank in (now | self._said) - (now & self._said):
-            try:
-                self._store.ask(partial(agents.post_stopped, rank=rank, is_stopped=rank in now))
-            except StoreUnreachable:
-                return
-            self._said ^= {rank}
-
-    def _run(self) -> None:
-        while not self._closing.wait(self._look_s):
-            self.look()
+        for rank in (worker.rank for worker in self._workers):
+            if self._said.get(rank) != (is_stopped := rank in now):
+                try:
+                    self._store.ask(partial(agents.post_stopped, rank=rank, is_stopped=is_stopped))
+                except StoreUnreachable:
+                    return
+                self._said[rank] = is_stopped
 
     def _is_stopped(self, pid: int) -> bool:
         try:

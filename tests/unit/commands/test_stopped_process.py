@@ -14,7 +14,7 @@ from straggle.commands.launching.stopped_process import (
     state_of,
     without_own_threads,
 )
-from straggle.members.agents import post_silent, stopped, take_silent
+from straggle.members.agents import post_silent, post_stopped, stopped, take_silent
 from straggle.merge.wire.store import StoreUnreachable
 
 STAT = "4731 (python (a) b) {} 1 4731 4731 0 -1 4194560 5000"
@@ -146,3 +146,12 @@ def test_what_could_not_be_reported_of_a_stopped_worker_is_reported_later(tmp_pa
     assert not stopped(store.store, 0)
     watch.look()
     assert stopped(store.store, 0)
+
+
+def test_what_an_earlier_launcher_has_said_of_a_stopped_worker_is_taken_back_at_the_first_look(tmp_path):
+    store = Answers()
+    post_stopped(store.store, 0, is_stopped=True)
+    (tmp_path / "11").mkdir()
+    (tmp_path / "11" / "stat").write_text(STAT.format("R"))
+    StoppedWorkers([SimpleNamespace(rank=0, pid=11)], store, proc=tmp_path).look()
+    assert not stopped(store.store, 0)
