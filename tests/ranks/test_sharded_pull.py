@@ -50,6 +50,7 @@ def test_without_faults_no_step_is_made_again(replicas):
     assert [own.attempts for own in seen] == [1] * 6
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stuck_in_a_micro_batch_changes_no_parameter():
     stalls = [Stall(0, 0.63, 1.5), Stall(3, 2.13, 0.5)]
     seen = run_with(stalls, replicas=2, steps=14, deadline=0.2, members=False)

@@ -244,6 +244,7 @@ def in_each_phase(rank: int, kind: str, folder: Path) -> list[list[Any]]:
     return [train(rank, kind, folder / phase, phase, {})[0] for phase in PHASES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_own_work_is_in_its_phase_and_no_waiting_with_it_in_each_kind_of_job(kind: str, tmp_path: Path) -> None:
     _, num_ranks, said = KINDS[kind]

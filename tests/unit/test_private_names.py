@@ -66,6 +66,7 @@ def private_names(sources: list[str]) -> set[str]:
     return {name for tree in trees for name in used(tree, everywhere) if is_private(name)}
 
 
+@pytest.mark.slow
 def test_each_private_name_is_listed_and_each_listed_one_is_used() -> None:
     files = sorted(Path(straggle.__file__).parent.rglob("*.py"))
     found = private_names([file.read_text() for file in files])

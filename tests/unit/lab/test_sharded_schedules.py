@@ -11,6 +11,7 @@ def test_what_must_hold_does_in_schedules_that_are_drawn(seed):
     assert problems_of(draw(seed)) == []
 
 
+@pytest.mark.slow
 def test_replica_that_comes_back_has_the_gradients_that_its_peers_have_kept():
     frozen = (Freeze(0, 0.3, 2.6),)
     schedule = ShardedSchedule(1, 2, steps=40, members=True, zero_every=3, slow=(4.0,) * 4, faults=frozen)
