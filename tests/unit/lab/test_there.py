@@ -1,0 +1,54 @@
+"""Which ranks are there, for trainers whose ranks leave and come back: one of them is the main process of each step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from straggle import Elastic, FixedDeadline, LateHandling, StagedDataParallel
+from straggle.integrations.member_data import There
+from straggle.lab.world.faults import Freeze, Kill
+from straggle.lab.world.run import run_world
+
+STEPS = 60
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("at_s", [0.25, 0.3, 0.34])
+@pytest.mark.parametrize("how", ["frozen", "killed"])
+def test_main_process_of_each_step_has_made_it_itself_though_a_rank_comes_back_late(
+    how: str, at_s: float, victim: int
+) -> None:
+    def loop(rank: Any) -> None:
+        layer, there = torch.nn.Linear(2, 2), There()
+        layer.weight.register_hook(lambda gradient: rank.work(0.02) or gradient)
+        model = StagedDataParallel(
+            layer,
+            deadline=FixedDeadline(0.1),
+            late_handling=LateHandling(max_lag=64),
+            members=Elastic(1, suspect_s=0.5),
+        )
+        step = model.register_state(there=there)
+        while step < STEPS:
+            with model.step():
+                model(torch.ones(1, 2)).sum().backward()
+            report = model.last_report
+            assert report is not None
+            rank.note(step=report.step, there=there.merged(report), absent=report.ranks[rank.number].absent)
+            if rank.number == victim and report.step % 10 == 9:
+                rank.work(0.8)  # its loop comes to its next step when the others have made several
+            step = report.step + 1
+        model.close()
+
+    fault: Any = Freeze(victim, at_s, 1.2) if how == "frozen" else Kill(victim, at_s, 0.3)
+    done = run_world(loop, ranks=3, seed=1, faults=[fault])
+    for step in range(STEPS):
+        notes = {rank: note for rank, own in done.notes.items() for note in own if note.get("step") == step}
+        # what most say: one that is put out in a step may take that for merged
+        (ranks, _), *_ = Counter(tuple(note["there"]) for note in notes.values()).most_common()
+        assert ranks[0] in notes, step
+        assert notes[ranks[0]]["there"] == list(ranks), step
+        assert not notes[ranks[0]]["absent"], step
