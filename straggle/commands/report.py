@@ -52,9 +52,9 @@ def arguments(words: Sequence[str]) -> dict[str, Any]:
 def _without_dashes(words: Sequence[str]) -> list[str]:
     """``--perfetto FILE``, as trace tools are called, is ``perfetto=FILE``."""
     own = list(words)
-    if "--perfetto" in own[:-1]:
+    if "--perfetto" in own:
         at = own.index("--perfetto")
-        own[at : at + 2] = [f"perfetto={own[at + 1]}"]
+        own[at : at + 2] = [f"perfetto={''.join(own[at + 1 : at + 2])}"]  # without a file it is refused as empty
     return own
 
 
