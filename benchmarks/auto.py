@@ -35,9 +35,9 @@ from straggle.lab.simulate.units import Units, Work
 from straggle.policies.auto_deadline import choose_for
 from straggle.policies.deadline import quantile_of
 from straggle.policies.price import price_of
-from straggle.policies.recorded_steps import StepTimes
-from straggle.policies.simulated_ranks import GivenStep, SimulatedRanks
-from straggle.policies.step_model import StopRules, computed_share, parts_of, simulate_step
+from straggle.policies.what_if.recorded_steps import StepTimes
+from straggle.policies.what_if.simulated_ranks import GivenStep, SimulatedRanks
+from straggle.policies.what_if.step_model import StopRules, computed_share, parts_of, simulate_step
 from straggle.report import text_table
 
 RANKS, FIRST, SEEN, JUDGED = 6, 50, 75, 25

@@ -16,8 +16,8 @@ from straggle.merge.checks import check_weight
 from straggle.merge.round.coordinator import Coordinator
 from straggle.merge.rows.telemetry import MAX_SCALARS, ScalarNames
 from straggle.merge.wing import Departure
-from straggle.policies.cost import check_cost, relative_costs
 from straggle.policies.deadline import check_count
+from straggle.policies.shares.cost import check_cost, relative_costs
 
 Part = TypeVar("Part")
 LOG_AFTER_MERGE = (

@@ -14,8 +14,8 @@ from straggle.observe.numbers.intervals import Interval, prediction_interval, sp
 from straggle.observe.numbers.run import Array
 from straggle.policies.auto_deadline import AutoDeadline
 from straggle.policies.deadline import Deadline, FirstK, LateHandling, QuantileDeadline, WaitForAll
-from straggle.policies.simulated_ranks import GivenStep, SimulatedRanks
-from straggle.policies.step_model import SimulatedStep, StopRules, parts_of
+from straggle.policies.what_if.simulated_ranks import GivenStep, SimulatedRanks
+from straggle.policies.what_if.step_model import SimulatedStep, StopRules, parts_of
 from straggle.policies.wrappers import DropBudget
 
 # of a step's time, by which predictions missed what came in recorded jobs, beside noise;

@@ -22,8 +22,8 @@ from straggle.observe.numbers.replicas import Replicas
 from straggle.observe.numbers.run import Array
 from straggle.observe.watch.file import FOLDER
 from straggle.observe.watch.job import DATA_PARALLEL
-from straggle.policies.rank_links import links_of
-from straggle.policies.untruncated import untruncated_stages
+from straggle.policies.network.rank_links import links_of
+from straggle.policies.what_if.untruncated import untruncated_stages
 from straggle.report import PHASES, StepReport
 
 LEAST_STEPS = 10

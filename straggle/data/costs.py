@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from straggle.policies.cost import longest_first
+from straggle.policies.shares.cost import longest_first
 
 Cost = Callable[[int], float] | Sequence[float]
 

@@ -12,8 +12,8 @@ from statistics import median
 from typing import Any
 
 from straggle.merge.rows.table import Table
-from straggle.policies.sample_time import RankTime
-from straggle.policies.untruncated import UntruncatedTime
+from straggle.policies.shares.sample_time import RankTime
+from straggle.policies.what_if.untruncated import UntruncatedTime
 from straggle.report import CAUSE_WORDS, Phase
 
 _CLEARLY = 1.3  # times the other ranks' median

@@ -26,7 +26,7 @@ from straggle.merge.rows.step_record import StepRecord
 from straggle.merge.rows.table import Table
 from straggle.parallel import StagedDataParallel
 from straggle.policies.deadline import check_count
-from straggle.policies.sample_time import Change, Level, RankTime, split
+from straggle.policies.shares.sample_time import Change, Level, RankTime, split
 from straggle.report import PHASES
 
 _KEPT = 4  # changes that are looked back at

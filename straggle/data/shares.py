@@ -6,7 +6,7 @@ import heapq
 import math
 from collections.abc import Sequence
 
-from straggle.policies.sample_time import RankTime
+from straggle.policies.shares.sample_time import RankTime
 
 _LEAST = 1e-6  # of a rank's time, that goes with a sample
 

@@ -14,7 +14,7 @@ from straggle.lab.jobs import Job
 from straggle.observe.numbers.goodput import Uses
 from straggle.observe.numbers.intervals import Interval
 from straggle.observe.numbers.reader import num_warmup_steps
-from straggle.policies.ddp_time import DdpPrediction
+from straggle.policies.what_if.ddp_time import DdpPrediction
 
 
 class TimedJob:

@@ -12,7 +12,7 @@ from straggle.merge.rows.step_record import StepRecord
 from straggle.merge.rows.table import Table
 from straggle.merge.rows.telemetry import Row
 from straggle.merge.wing import Wing
-from straggle.policies.rank_links import RankLink, Way
+from straggle.policies.network.rank_links import RankLink, Way
 
 
 class JobPings(Wing):

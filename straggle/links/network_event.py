@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import median
 
-from straggle.policies.slow_links import MATTERS, SlowLink
+from straggle.policies.network.slow_links import MATTERS, SlowLink
 
 TIMES = 5.0  # as long as usual
 LONGER = 1.5  # times as long as usual, in a few merges: a link may have become slow

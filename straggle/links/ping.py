@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from straggle import world
-from straggle.policies.merge_time import Link
+from straggle.policies.network.merge_time import Link
 from straggle.waits import end_of
 
 TOKEN_BYTES = 32

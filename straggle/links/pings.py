@@ -19,9 +19,9 @@ from straggle.links.network_event import LongMerge
 from straggle.links.ping import RESOLUTION_S, PingServer, ask_progress, measure
 from straggle.links.ping_plan import DISTANCES, PingPlaces, every_s, is_turn, largest_bytes, own_address, peers_of
 from straggle.merge.wire.store import JobStore, StoreUnreachable, default_store
-from straggle.policies.merge_time import Link
-from straggle.policies.rank_links import ROUNDS, RankLink, Way, best_ways, others_link, others_links, rank_links
-from straggle.policies.slow_links import SlowLinks, slow_in
+from straggle.policies.network.merge_time import Link
+from straggle.policies.network.rank_links import ROUNDS, RankLink, Way, best_ways, others_link, others_links, rank_links
+from straggle.policies.network.slow_links import SlowLinks, slow_in
 
 _LOOK_S = 0.5
 _BEGINS_S = 2.0  # a job that is over sooner opens no port

@@ -16,7 +16,7 @@ from straggle.merge.late.replica import Replica
 from straggle.merge.round.round import Round
 from straggle.merge.rows.step_record import StepRecord
 from straggle.merge.wire.channel import Channel
-from straggle.policies.ddp_time import DdpPrediction
+from straggle.policies.what_if.ddp_time import DdpPrediction
 from straggle.report import CAUSE_WORDS, CAUSES, Cause
 
 FIRST = 20  # steps from the first one with drops, after which there is enough to say

@@ -14,9 +14,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from straggle.policies.merge_time import merge_seconds
-from straggle.policies.rank_links import RankLink, in_ring, others_links
-from straggle.policies.slow_links import slow_in
+from straggle.policies.network.merge_time import merge_seconds
+from straggle.policies.network.rank_links import RankLink, in_ring, others_links
+from straggle.policies.network.slow_links import slow_in
 
 SMALLEST = 2  # the fewest members that are left
 HALF = 0.5  # of its gradients: a member that gave less was slow

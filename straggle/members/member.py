@@ -25,7 +25,7 @@ from straggle.merge.round.round import Round
 from straggle.merge.rows.table import Table
 from straggle.merge.wire.groups import ProcessGroups
 from straggle.policies.history import History
-from straggle.policies.rank_links import RankLink
+from straggle.policies.network.rank_links import RankLink
 
 _SHRINKS = 0.9  # a backlog that is at least this part of the last one hardly shrinks: the rank need not catch up
 _NEWCOMERS_LAG = 64  # steps that are merged before a rank which was let in counts as stuck

@@ -23,8 +23,8 @@ from straggle.members.rows import PROBE_NUMBER, PROBE_S, PROBED
 from straggle.members.slow_members import AFTER_STEPS, Probe, SlowMembers, Window
 from straggle.members.view import Leaving, View
 from straggle.merge.rows.table import Table
-from straggle.policies.rank_links import RankLink, others_link
-from straggle.policies.slow_links import compared, slow_in
+from straggle.policies.network.rank_links import RankLink, others_link
+from straggle.policies.network.slow_links import compared, slow_in
 from straggle.pools.rows import PARTS
 from straggle.report import CAUSE_WORDS, PHASES, Phase
 

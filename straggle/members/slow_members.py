@@ -25,8 +25,8 @@ from straggle.members.absence import (
     usual_seconds,
     weight_of,
 )
-from straggle.policies.rank_links import others_links
-from straggle.policies.slow_links import slow_in
+from straggle.policies.network.rank_links import others_links
+from straggle.policies.network.slow_links import slow_in
 
 LOOK_EVERY_S = 0.3  # between two looks at the links, and at least a step; a look costs a tenth of a millisecond
 AFTER_LOOKS = 3  # looks in a row at which the others would be better off without a member, because of its link

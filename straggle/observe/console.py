@@ -15,7 +15,7 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainin
 from rich.table import Column, Table
 
 from straggle.observe.numbers.replicas import Replicas
-from straggle.policies.ddp_time import DdpPrediction, DdpStep
+from straggle.policies.what_if.ddp_time import DdpPrediction, DdpStep
 from straggle.report import MembersReport, StepReport
 
 _WIDTH = 160  # columns of a table that is written to a file

@@ -30,9 +30,9 @@ from straggle.observe.metric_series import LABELS, Series
 from straggle.observe.metrics_endpoint import Endpoint, Security, Targets, check_port
 from straggle.observe.numbers.goodput import Uses
 from straggle.parallel import StagedDataParallel
-from straggle.policies.ddp_time import DdpPrediction
-from straggle.policies.rank_links import links_of
-from straggle.policies.slow_links import SlowLinks
+from straggle.policies.network.rank_links import links_of
+from straggle.policies.network.slow_links import SlowLinks
+from straggle.policies.what_if.ddp_time import DdpPrediction
 from straggle.report import (
     PHASES,
     HealingReport,

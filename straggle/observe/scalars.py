@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from straggle.merge.rows.step_record import StepRecord
 from straggle.parallel import StagedDataParallel
-from straggle.policies.ddp_time import DdpPrediction
+from straggle.policies.what_if.ddp_time import DdpPrediction
 from straggle.report import StepReport
 
 Write = Callable[[Mapping[str, float], int], object]

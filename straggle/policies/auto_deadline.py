@@ -15,9 +15,9 @@ from torch import Tensor
 from straggle.policies.deadline import Deadline, LateHandling, NextDeadline, check_count, check_number, quantile_of
 from straggle.policies.history import History
 from straggle.policies.price import PRICE, kept, price_of
-from straggle.policies.recorded_steps import StepTimes, outcomes
-from straggle.policies.step_model import StopRules
-from straggle.policies.untruncated import any_unheard
+from straggle.policies.what_if.recorded_steps import StepTimes, outcomes
+from straggle.policies.what_if.step_model import StopRules
+from straggle.policies.what_if.untruncated import any_unheard
 
 _CANDIDATES = 18  # shorter deadlines that are simulated
 _LAGS = 6  # times after a quorum that are simulated with the longest deadline

@@ -24,7 +24,7 @@ from itertools import accumulate
 from statistics import median
 from typing import Literal
 
-from straggle.policies.cost import longest_first
+from straggle.policies.shares.cost import longest_first
 
 # The owner of a sure share adds this to the counter of draws once, beside 1. A counter has 32 bits, one for its sign:
 # it is for `MAX_RANKS`, and for 262143 draws, which is more than they make of a thousand million micro-batches.

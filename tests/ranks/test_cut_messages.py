@@ -13,7 +13,7 @@ from training import Stopper, features, grads, mlp, random_stops
 from straggle import Merge
 from straggle.backward.stages import plan_stages
 from straggle.merge.round.buffers import StageBuffers
-from straggle.policies import merge_time
+from straggle.policies.network import merge_time
 from straggle.source.replicated import slots_of
 
 LARGE = 2**20

@@ -35,7 +35,7 @@ from straggle.commands.config_schema import ConfigurationError
 from straggle.observe.metrics import MetricsExporter, stage_labels
 from straggle.observe.metrics_endpoint import Endpoint, Security, Targets
 from straggle.observe.numbers.goodput import Uses
-from straggle.policies.ddp_time import DdpPrediction
+from straggle.policies.what_if.ddp_time import DdpPrediction
 from straggle.report import PHASES
 
 PAGE = ROOT / "docs" / "metrics.md"

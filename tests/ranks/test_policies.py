@@ -13,7 +13,7 @@ from straggle import (
     LateHandling,
     Shadow,
 )
-from straggle.policies.recorded_steps import StepTimes
+from straggle.policies.what_if.recorded_steps import StepTimes
 
 
 def until_two_have_finished(rank):

@@ -17,7 +17,7 @@ from straggle import Elastic, world
 from straggle.members.put_out import PutOut
 from straggle.members.slow_members import AFTER_LOOKS
 from straggle.merge.rows.table import Table
-from straggle.policies.rank_links import RankLink
+from straggle.policies.network.rank_links import RankLink
 
 NUM_RANKS = 4
 NUM_BYTES = 4 * sum(parameter.numel() for parameter in mlp().parameters())

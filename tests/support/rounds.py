@@ -12,7 +12,7 @@ from straggle.merge.round.round import Layout, Round, RoundTerms
 from straggle.merge.rows.step_record import StepRecord
 from straggle.merge.rows.table import Table
 from straggle.merge.rows.telemetry import ScalarNames
-from straggle.policies.rank_links import Way
+from straggle.policies.network.rank_links import Way
 from straggle.source.replicated import slots_of
 
 

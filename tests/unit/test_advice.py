@@ -28,8 +28,8 @@ from straggle.members import state_wire
 from straggle.merge.wire.contents import bytes_of
 from straggle.observe import metrics_endpoint
 from straggle.observe.numbers import run
-from straggle.policies.cost import check_cost
 from straggle.policies.deadline import as_deadline
+from straggle.policies.shares.cost import check_cost
 from straggle.pools.pool import Pool
 
 SGD = torch.optim.SGD

@@ -20,8 +20,8 @@ from straggle.lab.simulate.delays import Delays
 from straggle.lab.simulate.ranks import Simulated, Simulation
 from straggle.lab.simulate.units import Work
 from straggle.policies.deadline import Deadline, LateHandling
-from straggle.policies.simulated_ranks import GivenStep, SimulatedRanks
-from straggle.policies.step_model import SimulatedStep, StopRules
+from straggle.policies.what_if.simulated_ranks import GivenStep, SimulatedRanks
+from straggle.policies.what_if.step_model import SimulatedStep, StopRules
 from straggle.pools.pool import WINDOW, PoolTimes
 
 _COLUMNS = 4  # times a rank's equal share: of more micro-batches than these the last ones count as one

@@ -1,4 +1,4 @@
-"""Steps of many ranks under a deadline, by `straggle.policies.simulated_ranks`.
+"""Steps of many ranks under a deadline, by `straggle.policies.what_if.simulated_ranks`.
 
 With very many ranks the policy sees ``history_ranks`` of them, evenly spread; otherwise each of its decisions would
 sort millions of times.
@@ -19,8 +19,8 @@ from straggle.lab.simulate.communication import Constant, Network
 from straggle.lab.simulate.delays import Delays
 from straggle.lab.simulate.units import Units, Work
 from straggle.policies.deadline import Deadline, LateHandling
-from straggle.policies.simulated_ranks import EndedStep, GivenStep, SimulatedRanks
-from straggle.policies.step_model import SimulatedStep, StopRules, by_stage, parts_of
+from straggle.policies.what_if.simulated_ranks import EndedStep, GivenStep, SimulatedRanks
+from straggle.policies.what_if.step_model import SimulatedStep, StopRules, by_stage, parts_of
 
 _LEAST_KEPT, _MOST_KEPT = 20, 20_000_000  # steps, and times of ranks in them, to find the ranks that are always slow
 _SLOW = 1.1  # times the median rank's work, from which on a rank is slow

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from straggle.backward.stages import Stage, StagePlan
 from straggle.merge.rows.table import Table
-from straggle.policies.cost import UsualCost, mean_cost_of
 from straggle.policies.deadline import Deadline, LateHandling, WaitForAll, next_deadline
 from straggle.policies.history import History, HistoryWindow, ProgressRow, StepProgress
-from straggle.policies.step_model import StopRules
+from straggle.policies.shares.cost import UsualCost, mean_cost_of
+from straggle.policies.what_if.step_model import StopRules
 from straggle.source.source import Slot
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from straggle.policies.merge_time import largest_message_bytes
+from straggle.policies.network.merge_time import largest_message_bytes
 
 ALIGN = 16  # elements: each gradient starts on a cache line
 

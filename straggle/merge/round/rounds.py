@@ -14,7 +14,7 @@ from straggle.merge.round.gradients_in import Usage
 from straggle.merge.round.round import Layout, Round, RoundTerms
 from straggle.merge.rows.telemetry import OF_THE_CORE, Columns
 from straggle.merge.wire.groups import ProcessGroups
-from straggle.policies.merge_time import QUICK_S
+from straggle.policies.network.merge_time import QUICK_S
 from straggle.source.source import Slot
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ import torch
 from straggle.backward.stages import StagePlan, mean_over
 from straggle.merge.rows.table import Table
 from straggle.merge.rows.telemetry import COLUMN, NONFINITE, TIMES, ScalarNames
-from straggle.policies.cost import UsualCost
-from straggle.policies.rank_links import RankLink
-from straggle.policies.step_model import StopRules, by_stage, computed_share, simulate_step
+from straggle.policies.network.rank_links import RankLink
+from straggle.policies.shares.cost import UsualCost
+from straggle.policies.what_if.step_model import StopRules, by_stage, computed_share, simulate_step
 from straggle.report import CAUSES, RankNumbers, RankReport, ShadowReport, StageReport, StepReport
 from straggle.schema import numbers_of
 

@@ -31,9 +31,9 @@ from straggle.merge.rows.telemetry import (
 )
 from straggle.policies.deadline import Granularity
 from straggle.policies.history import ProgressRow, StepProgress
-from straggle.policies.merge_time import Link
-from straggle.policies.rank_links import RankLink, Way, rank_links
-from straggle.policies.untruncated import UntruncatedTime, untruncated_step
+from straggle.policies.network.merge_time import Link
+from straggle.policies.network.rank_links import RankLink, Way, rank_links
+from straggle.policies.what_if.untruncated import UntruncatedTime, untruncated_step
 from straggle.report import CAUSES
 from straggle.source.kept import UNDECIDED
 

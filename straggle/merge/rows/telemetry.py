@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from straggle.merge.wire.channel import Channel
-from straggle.policies.rank_links import Way
+from straggle.policies.network.rank_links import Way
 from straggle.report import PHASES, Phase, RankNumbers
 from straggle.schema import numbers_of
 from straggle.source.kept import NONE, UNDECIDED

@@ -57,7 +57,7 @@ from straggle.merge.wire.last_words import (
 from straggle.merge.wire.long_wait import LongWait
 from straggle.merge.wire.patience import Awaited, Heard, Patience, PlaceFor, Sign
 from straggle.merge.wire.store import JobStore, StoreUnreachable, check_answers, connect, default_store, peek, place_of
-from straggle.policies.merge_time import MESSAGES_AT_A_TIME
+from straggle.policies.network.merge_time import MESSAGES_AT_A_TIME
 from straggle.waits import until
 
 _SLICE_S = 0.5

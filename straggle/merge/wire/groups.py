@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from straggle import world
-from straggle.policies.merge_time import MESSAGES_AT_A_TIME, QUICK_AT_A_TIME, QUICK_S
+from straggle.policies.network.merge_time import MESSAGES_AT_A_TIME, QUICK_AT_A_TIME, QUICK_S
 from straggle.waits import end_of, until
 
 Launched = TypeVar("Launched", bound="Launches")

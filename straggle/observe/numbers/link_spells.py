@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from straggle.links.network_event import long_after_s
-from straggle.policies.rank_links import RankLink
-from straggle.policies.slow_links import SlowLink, SlowLinks
+from straggle.policies.network.rank_links import RankLink
+from straggle.policies.network.slow_links import SlowLink, SlowLinks
 
 
 @dataclass(frozen=True)

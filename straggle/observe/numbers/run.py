@@ -20,8 +20,8 @@ from straggle.observe.numbers.link_spells import LinkSpell, link_spells
 from straggle.observe.numbers.reader import NO_TRACE, TRACE, files_of, num_warmup_steps
 from straggle.observe.numbers.replicas import Replicas
 from straggle.observe.stuck import read_stuck
-from straggle.policies.ddp_time import DdpPrediction
-from straggle.policies.rank_links import RankLink
+from straggle.policies.network.rank_links import RankLink
+from straggle.policies.what_if.ddp_time import DdpPrediction
 from straggle.report import CAUSES, MembersReport, RankReport, StageReport, StepReport, StuckReport
 from straggle.schema import numbers_of
 

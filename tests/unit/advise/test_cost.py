@@ -8,7 +8,7 @@ from straggle import RankReport, StageReport, StepReport
 from straggle.advise.slow import find_slow_ranks
 from straggle.advise.timings import read_timings
 from straggle.observe.trace import TraceWriter
-from straggle.policies.ddp_time import DdpPrediction
+from straggle.policies.what_if.ddp_time import DdpPrediction
 
 STAGES = tuple(StageReport(name, 10, 4.0, False) for name in ("head", "body"))
 

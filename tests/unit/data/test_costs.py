@@ -8,7 +8,7 @@ import torch
 
 from straggle.data.costs import Costs, costs_of
 from straggle.data.deal import Ledger, Parts
-from straggle.policies.cost import longest_first
+from straggle.policies.shares.cost import longest_first
 
 
 def ends(own, costs, speeds):

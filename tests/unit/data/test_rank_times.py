@@ -10,7 +10,7 @@ from telemetry_rows import row_of
 from straggle.data.rank_times import BatchTimes, HeldUp, held_up
 from straggle.merge.rows.table import Table
 from straggle.merge.rows.telemetry import absent_row
-from straggle.policies.sample_time import RankTime
+from straggle.policies.shares.sample_time import RankTime
 
 QUICK = RankTime(0.05, 0.0125, is_known=True)
 DELAYED = RankTime(0.45, 0.0125, is_known=True)

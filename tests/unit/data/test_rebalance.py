@@ -18,7 +18,7 @@ from straggle.data.shares import soonest
 from straggle.lab.workloads.workload import Shard
 from straggle.merge.rows.table import Table
 from straggle.merge.rows.telemetry import absent_row
-from straggle.policies.sample_time import RankTime
+from straggle.policies.shares.sample_time import RankTime
 
 STAGES = (0.4, 0.6, 0.8, 1.0)  # of a rank's time, when each stage is complete
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from straggle.data.shares import deal, soonest
-from straggle.policies.sample_time import RankTime
+from straggle.policies.shares.sample_time import RankTime
 
 
 def ways_of(total, ranks, least):

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import pytest
 
 from straggle.links.network_event import LEAST_S, UNEXPLAINED_S, LongMerge, long_after_s
-from straggle.policies.rank_links import RankLink
-from straggle.policies.slow_links import SlowLink
+from straggle.policies.network.rank_links import RankLink
+from straggle.policies.network.slow_links import SlowLink
 
 SLOW = SlowLink(2, 40, ("up",), RankLink(0.001, 1e6, 20e6), RankLink(0.001, 20e6, 20e6))
 

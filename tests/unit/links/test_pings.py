@@ -18,8 +18,8 @@ import torch.distributed as dist
 from straggle.links import ping
 from straggle.links.pings import Merged, Pings
 from straggle.merge.wire.store import JobStore, connect, peek
-from straggle.policies.merge_time import Link
-from straggle.policies.rank_links import RankLink, Way
+from straggle.policies.network.merge_time import Link
+from straggle.policies.network.rank_links import RankLink, Way
 
 LOCAL = "127.0.0.1"
 LIMIT_S = 60.0  # on a busy machine; it ends as soon as all have measured

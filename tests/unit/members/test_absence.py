@@ -12,7 +12,7 @@ import pytest
 
 from straggle.members.absence import Seen, absence_gain, better_without, slow_in_link
 from straggle.members.slow_members import AFTER_S, AFTER_STEPS, RETURN_PROBES, SUSPECTED, Probe, SlowMembers
-from straggle.policies.rank_links import RankLink
+from straggle.policies.network.rank_links import RankLink
 
 USUAL_S, SLOW_S, MERGE_S = 0.1, 0.5, 0.02
 DEADLINE_S, GRACE_S, REACH = 0.15, 0.05, 0.04

@@ -11,7 +11,7 @@ from straggle.members.put_out import PutOut
 from straggle.members.state_wire import decode, encode
 from straggle.members.view import Elastic, Leaving, View
 from straggle.merge.rows.telemetry import Column
-from straggle.policies.rank_links import RankLink
+from straggle.policies.network.rank_links import RankLink
 
 FAST, NARROW = RankLink(0.0002, 20e6, 20e6), RankLink(0.0002, 1e6, 1e6)
 FIRST = View(0, dict.fromkeys(range(4), "a"))

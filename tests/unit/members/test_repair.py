@@ -16,7 +16,7 @@ from straggle.members.moved_round import RoundNotes, freeze, go_on, travels
 from straggle.members.view import MergeProgress, Repair, progress_length, repair
 from straggle.merge.round.buffers import StageBuffers
 from straggle.merge.round.round import Layout, Round, RoundTerms
-from straggle.policies import merge_time
+from straggle.policies.network import merge_time
 from straggle.source.replicated import slots_of
 
 OLD = (0, 1, 2)

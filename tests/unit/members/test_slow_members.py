@@ -11,7 +11,7 @@ import pytest
 
 from straggle.members.absence import Seen, gradients_a_second
 from straggle.members.slow_members import AFTER_LOOKS, SlowMembers
-from straggle.policies.rank_links import RankLink
+from straggle.policies.network.rank_links import RankLink
 
 FAST, NEARLY, HALF, NARROW = (RankLink(0.0002, rate, rate) for rate in (20e6, 15e6, 10e6, 1e6))
 LATE_5, LATE_20, LATE_50 = (RankLink(seconds, 20e6, 20e6) for seconds in (0.005, 0.020, 0.050))

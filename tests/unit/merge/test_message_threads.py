@@ -16,8 +16,8 @@ from straggle.backward.stages import MIN_STAGES, plan_stages
 from straggle.merge.options import Merge
 from straggle.merge.round.rounds import Rounds
 from straggle.merge.wire.groups import Group, ProcessGroups, gloo_group, messages_at_a_time
-from straggle.policies.merge_time import MESSAGES_AT_A_TIME, QUICK_AT_A_TIME, Link
-from straggle.policies.rank_links import Way
+from straggle.policies.network.merge_time import MESSAGES_AT_A_TIME, QUICK_AT_A_TIME, Link
+from straggle.policies.network.rank_links import Way
 from straggle.source.replicated import slots_of
 
 

@@ -16,8 +16,8 @@ from straggle.links.job_pings import JobPings, merged_step
 from straggle.members.rows import is_last, leaving_ranks
 from straggle.merge.rows.table import Table
 from straggle.merge.rows.telemetry import MAX_WAYS, UNCHANGED, absent_row
-from straggle.policies.merge_time import Link
-from straggle.policies.rank_links import Way
+from straggle.policies.network.merge_time import Link
+from straggle.policies.network.rank_links import Way
 from straggle.source.kept import NONE
 
 

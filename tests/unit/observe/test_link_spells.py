@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from straggle.observe.numbers.link_spells import LongMerges, link_spells, long_merges
-from straggle.policies.rank_links import RankLink
+from straggle.policies.network.rank_links import RankLink
 
 USUAL, NARROW = RankLink(0.0005, 20e6, 20e6), RankLink(0.0005, 1e6, 20e6)
 

@@ -20,7 +20,7 @@ from straggle.observe.numbers.registry import summarize
 from straggle.observe.numbers.replicas import Replicas
 from straggle.observe.numbers.run import run_of
 from straggle.observe.page.page import write_report
-from straggle.policies.ddp_time import DdpStep
+from straggle.policies.what_if.ddp_time import DdpStep
 
 
 def a_late_step(step: int, slowest: tuple[int, ...] = (0, 3), **rest: object) -> StepReport:

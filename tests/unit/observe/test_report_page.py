@@ -28,7 +28,7 @@ from straggle.observe.numbers.run_numbers import numbers_of
 from straggle.observe.page.figures import timeline
 from straggle.observe.page.page import write_page, write_report
 from straggle.observe.trace import read_trace
-from straggle.policies.ddp_time import DdpPrediction
+from straggle.policies.what_if.ddp_time import DdpPrediction
 from straggle.report import MembersReport
 
 # -- numbers

@@ -6,7 +6,7 @@ import pytest
 from pages import a_rank, a_step
 
 from straggle.observe.console import LastSteps
-from straggle.policies.ddp_time import DdpStep
+from straggle.policies.what_if.ddp_time import DdpStep
 
 CALM = [a_rank(number) for number in range(4)]
 

@@ -12,8 +12,8 @@ from straggle.merge.rows.telemetry import absent_row
 from straggle.policies.deadline import next_deadline
 from straggle.policies.history import HistoryWindow
 from straggle.policies.price import kept
-from straggle.policies.recorded_steps import quorum_times
-from straggle.policies.step_model import StopRules
+from straggle.policies.what_if.recorded_steps import quorum_times
+from straggle.policies.what_if.step_model import StopRules
 from straggle.report import CAUSES
 
 STAGES, STEPS = 4, 12

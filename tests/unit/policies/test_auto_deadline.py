@@ -13,8 +13,8 @@ from straggle.lab.simulate.communication import Constant
 from straggle.lab.simulate.ranks import simulate_times
 from straggle.lab.simulate.units import Work
 from straggle.policies.auto_deadline import steps_since_dealt
-from straggle.policies.step_model import StopRules, computed_share, simulate_step
-from straggle.policies.untruncated import any_unheard, untruncated_times
+from straggle.policies.what_if.step_model import StopRules, computed_share, simulate_step
+from straggle.policies.what_if.untruncated import any_unheard, untruncated_times
 
 NAN = math.nan
 BEGUN, WINDOW = 50, 25  # steps until all is known that will be, and those of one choice

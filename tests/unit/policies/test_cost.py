@@ -11,9 +11,9 @@ from straggle.backward.stages import Stage, StagePlan
 from straggle.merge.late.current_deadline import CurrentDeadline
 from straggle.merge.rows.table import Table
 from straggle.policies.auto_deadline import AutoDeadline
-from straggle.policies.cost import UsualCost, mean_cost_of
 from straggle.policies.deadline import Deadline, LateHandling, NextDeadline, QuantileDeadline
 from straggle.policies.history import History
+from straggle.policies.shares.cost import UsualCost, mean_cost_of
 from straggle.policies.wrappers import Shadow
 from straggle.source.replicated import slots_of
 

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from straggle import RankReport, StageReport, StepReport
-from straggle.policies.ddp_time import DdpPrediction
-from straggle.policies.equal_shares import Overhead
+from straggle.policies.shares.equal_shares import Overhead
+from straggle.policies.what_if.ddp_time import DdpPrediction
 
 STAGES = (StageReport("head", 4, 2.0, False), StageReport("body", 4, 2.0, False))
 SAMPLE_S, OVERHEAD, MERGE_S = (0.01, 0.01, 0.01, 0.02), 2.0, 0.005  # rank 3 takes twice as long for a sample

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from straggle.policies.merge_time import (
+from straggle.policies.network.merge_time import (
     Link,
     alone_seconds,
     largest_message_bytes,

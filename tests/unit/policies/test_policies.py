@@ -27,9 +27,14 @@ from straggle.merge.rows.table import Table
 from straggle.merge.rows.telemetry import MICROBATCH_SLOTS
 from straggle.policies.history import HistoryWindow, ProgressRow, StepProgress
 from straggle.policies.price import kept, vary_together
-from straggle.policies.recorded_steps import StepTimes, outcomes
-from straggle.policies.step_model import StopRules, computed_share, simulate_step
-from straggle.policies.untruncated import UntruncatedTime, untruncated_entries, untruncated_step, untruncated_times
+from straggle.policies.what_if.recorded_steps import StepTimes, outcomes
+from straggle.policies.what_if.step_model import StopRules, computed_share, simulate_step
+from straggle.policies.what_if.untruncated import (
+    UntruncatedTime,
+    untruncated_entries,
+    untruncated_step,
+    untruncated_times,
+)
 from straggle.policies.wrappers import dropped_per_stage
 
 NAN, INF = math.nan, math.inf

@@ -9,8 +9,8 @@ import torch
 from straggle import AutoDeadline, History, Progress
 from straggle.policies.auto_deadline import choose_for
 from straggle.policies.price import PRICE, Kept, kept, one_is_slow, price_of, vary_together
-from straggle.policies.recorded_steps import StepTimes
-from straggle.policies.step_model import StopRules
+from straggle.policies.what_if.recorded_steps import StepTimes
+from straggle.policies.what_if.step_model import StopRules
 
 RULES = StopRules(quorum=2, grace_s=0.02)
 

@@ -10,8 +10,8 @@ from statistics import median
 
 import pytest
 
-from straggle.policies.merge_time import Link, merge_seconds
-from straggle.policies.rank_links import (
+from straggle.policies.network.merge_time import Link, merge_seconds
+from straggle.policies.network.rank_links import (
     MAX_AGE_S,
     RankLink,
     Way,

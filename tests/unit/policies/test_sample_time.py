@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from straggle.policies.sample_time import Change, Level, split
+from straggle.policies.shares.sample_time import Change, Level, split
 
 NO_ERRORS = (0.0,) * 4
 MEAN = 8.0

@@ -12,7 +12,7 @@ from training import Chain
 from straggle.backward.stages import plan_stages
 from straggle.merge.rows.step_record import shadow_report
 from straggle.merge.rows.table import Table
-from straggle.policies.step_model import StopRules
+from straggle.policies.what_if.step_model import StopRules
 from straggle.report import PHASES
 
 NUM_STAGES = 5

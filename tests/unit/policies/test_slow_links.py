@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from straggle.policies.rank_links import RankLink
-from straggle.policies.slow_links import SlowLinks
+from straggle.policies.network.rank_links import RankLink
+from straggle.policies.network.slow_links import SlowLinks
 
 USUAL = RankLink(0.0005, 20e6, 20e6)
 BYTES = 5.1e6

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from straggle.policies.rank_links import RankLink, others_links, ring_cost_s
+from straggle.policies.network.rank_links import RankLink, others_links, ring_cost_s
 
 TIMES = 1.5  # as slow as the others' links, from which on a link may be slow
 STILL = 1.25  # and until which it is, once it was

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from straggle.policies.deadline import Deadline, NextDeadline, next_deadline
 from straggle.policies.history import HistoryWindow, StepProgress
-from straggle.policies.step_model import SimulatedStep, StopRules, by_stage, computed_share, simulate_step
+from straggle.policies.what_if.step_model import SimulatedStep, StopRules, by_stage, computed_share, simulate_step
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from straggle.policies.equal_shares import EqualShares
-from straggle.policies.untruncated import Mark, untruncated_time
+from straggle.policies.shares.equal_shares import EqualShares
+from straggle.policies.what_if.untruncated import Mark, untruncated_time
 from straggle.report import RankReport, StepReport
 
 _WINDOW = 20  # steps that show how slow a rank usually is

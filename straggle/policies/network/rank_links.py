@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from straggle.policies.merge_time import Link, merge_seconds
+from straggle.policies.network.merge_time import Link, merge_seconds
 from straggle.report import StepReport
 
 ROUNDS = 3  # of measurements: the best of them is how a way is, so that a slow link was slow in all

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from straggle.policies.history import History
-from straggle.policies.step_model import SimulatedStep, StopRules, part_computed, simulate_step
-from straggle.policies.untruncated import untruncated_entries, untruncated_times
+from straggle.policies.what_if.step_model import SimulatedStep, StopRules, part_computed, simulate_step
+from straggle.policies.what_if.untruncated import untruncated_entries, untruncated_times
 
 _FORWARD = 1 / 3  # of a micro-batch's time, in which no gradient comes
 

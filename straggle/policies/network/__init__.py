@@ -1,0 +1,1 @@
+"""The links between ranks: how long a merge takes over them, and whose is slow."""
