@@ -17,7 +17,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 import straggle
-from straggle.commands.config_schema import config_dir, options_of
+from straggle.commands.configuration.schema import config_dir, options_of
 from straggle.observe.metric_series import COUNTERS, GAUGES, HISTOGRAMS, LABELS
 
 DOCS = Path(__file__).parent

@@ -24,7 +24,7 @@ COMMANDS = {
     "simulate": ("straggle.commands.simulate", "many ranks under a deadline, without a cluster"),
     "advise": ("straggle.commands.advise", "who is slow in a recorded run, and what a deadline would be worth"),
     "report": ("straggle.commands.report", "a run as one HTML page"),
-    "check": ("straggle.commands.config", "COMMAND key=value ...: whether a configuration of these is valid"),
+    "check": ("straggle.commands.configuration.config", "COMMAND key=value ...: whether its configuration is valid"),
 }
 _OF_A_JOB = ("train", "launch")  # other processes wait for the end of theirs
 _USAGE = "python -m straggle COMMAND ...\n" + "".join(f"  {word:<10} {what}\n" for word, (_, what) in COMMANDS.items())

@@ -21,8 +21,8 @@ with needs_extra("train"):
     from omegaconf import DictConfig
     from rich.console import Console
 
-    from straggle.commands.config import run_configured
-    from straggle.commands.config_checks import of_method, of_scenario, slows_ranks
+    from straggle.commands.configuration.checks import of_method, of_scenario, slows_ranks
+    from straggle.commands.configuration.config import run_configured
     from straggle.commands.launching.workers_signs import first_step_is_made
     from straggle.lab.comparison import REFERENCE, TRAIN_ON, Comparison, MethodResult, draw, print_summary
     from straggle.lab.interleaved import TimedJob, seconds_to

@@ -13,7 +13,7 @@ from typing import Any
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from straggle.commands import durable
+from straggle.commands.saved import durable
 from straggle.extras import remedy
 from straggle.lab.jobs import StagedJob
 from straggle.observe.console import print_table

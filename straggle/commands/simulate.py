@@ -17,8 +17,8 @@ with needs_extra("train"):
     from hydra.utils import instantiate
     from omegaconf import DictConfig
 
-    from straggle.commands.config import run_configured
-    from straggle.commands.config_schema import ConfigurationError
+    from straggle.commands.configuration.config import run_configured
+    from straggle.commands.configuration.schema import ConfigurationError
     from straggle.lab.simulate.pulled import simulate_pulled
     from straggle.lab.simulate.ranks import Simulation, simulate
     from straggle.lab.simulate.summary import numbers_of, rows_of, save_chart

@@ -21,8 +21,9 @@ with needs_extra("train"):
     from hydra.utils import instantiate
     from omegaconf import DictConfig
 
-    from straggle.commands.checkpoint import Checkpoint, NotSaved
-    from straggle.commands.replaying import (
+    from straggle.commands.result import finish, metrics_of, say_stopped, write_config, write_page
+    from straggle.commands.saved.checkpoint import Checkpoint, NotSaved
+    from straggle.commands.saved.replaying import (
         compare_with_recorded,
         decisions_of,
         recorded,
@@ -30,16 +31,15 @@ with needs_extra("train"):
         write_decision,
         write_shares,
     )
-    from straggle.commands.result import finish, metrics_of, say_stopped, write_config, write_page
     from straggle.commands.train_elastic import train_elastic
     from straggle.observe.console import LiveView
 
 import torch.distributed as dist
 
-from straggle.commands.agreement import RefusedByAll, on_all_ranks
-from straggle.commands.config import refuse, run_configured
+from straggle.commands.configuration.config import refuse, run_configured
 from straggle.commands.launching.workers_signs import asked_at_terminal, end_file, first_step_is_made
-from straggle.commands.run_dir import one_run
+from straggle.commands.saved.agreement import RefusedByAll, on_all_ranks
+from straggle.commands.saved.run_dir import one_run
 from straggle.lab.jobs import StagedJob
 from straggle.lab.process_group import gather, process_group
 from straggle.observe.recording import DecisionWriter, file_of

@@ -24,13 +24,13 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch.distributed.device_mesh import DeviceMesh
 
-from straggle.commands.agreement import ALL, OneReplica, OverStore, Ranks, on_all_ranks
-from straggle.commands.checkpoint import BehindPeers, Checkpoint, NotSaved
-from straggle.commands.config_schema import ConfigurationError
+from straggle.commands.configuration.schema import ConfigurationError
 from straggle.commands.launching.workers_signs import first_step_is_made
-from straggle.commands.replaying import decisions_of, write_decision, write_shares
 from straggle.commands.result import finish, metrics_of, say_stopped, write_config, write_page
-from straggle.commands.run_dir import one_run_of_members
+from straggle.commands.saved.agreement import ALL, OneReplica, OverStore, Ranks, on_all_ranks
+from straggle.commands.saved.checkpoint import BehindPeers, Checkpoint, NotSaved
+from straggle.commands.saved.replaying import decisions_of, write_decision, write_shares
+from straggle.commands.saved.run_dir import one_run_of_members
 from straggle.lab.jobs import StagedJob
 from straggle.lab.process_group import process_group
 from straggle.lab.sharding import Sharded

@@ -21,7 +21,7 @@ import pytest
 import yaml
 from repository import ROOT
 
-from straggle.commands.config import load
+from straggle.commands.configuration.config import load
 
 TOOLS = ROOT.parent / "shared" / "tools"  # beside the checkout: an engine, and a base image where there is no registry
 FILES = ("docker-compose.yml", "docker-compose.gpu.yml")

@@ -27,8 +27,8 @@ from training import TINY, saved_step
 import straggle
 from straggle import MembersReport, RankReport, StageReport, StepReport
 from straggle.__main__ import COMMANDS, main
-from straggle.commands.config import load
-from straggle.commands.config_schema import ConfigurationError
+from straggle.commands.configuration.config import load
+from straggle.commands.configuration.schema import ConfigurationError
 from straggle.commands.launching.launch_options import arguments as launch_arguments
 from straggle.commands.result import deeds, mean_shares
 from straggle.lab.build import build_faults

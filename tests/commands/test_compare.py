@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from ranks import run_command
 
-from straggle.commands.config_schema import config_dir
+from straggle.commands.configuration.schema import config_dir
 
 # in place of each scenario's pace; load hides a fault that multiplies a few milliseconds of work, and no stall
 STALL = "{_target_: straggle.lab.faults.Stall, step: 0, seconds: 0.3, rank: 3, phase: forward, every: 1}"

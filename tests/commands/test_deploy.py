@@ -26,7 +26,7 @@ from torch.distributed.run import config_from_args, get_args_parser
 from torchrun import started_agent
 from training import TINY
 
-from straggle.commands.config import load
+from straggle.commands.configuration.config import load
 from straggle.commands.launching.launch_options import arguments as launch_arguments
 from straggle.members.agents import DO_NOT_RESTART
 

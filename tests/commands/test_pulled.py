@@ -10,8 +10,8 @@ from ranks import run_command
 from repository import ROOT
 from training import TINY
 
-from straggle.commands.config import load
-from straggle.commands.config_schema import ConfigurationError
+from straggle.commands.configuration.config import load
+from straggle.commands.configuration.schema import ConfigurationError
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from repository import ROOT
 
-from straggle.commands.config import load
+from straggle.commands.configuration.config import load
 
 DEPLOY = ROOT / "deploy"
 

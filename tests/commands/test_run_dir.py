@@ -3,7 +3,7 @@
 import pytest
 from ranks import run_command
 
-from straggle.commands.run_dir import one_run
+from straggle.commands.saved.run_dir import one_run
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import pytest
 from ranks import started_command
 from training import TINY
 
-from straggle.commands.config_schema import register
+from straggle.commands.configuration.schema import register
 
 SECRET = "hunter2-is-not-to-be-found"
 

@@ -26,7 +26,7 @@ from torchrun import started_torchrun
 
 import straggle
 from straggle.commands.advise import arguments as advise_arguments
-from straggle.commands.config import load
+from straggle.commands.configuration.config import load
 from straggle.commands.launching.launch_options import arguments as launch_arguments
 from straggle.commands.report import arguments as report_arguments
 from straggle.commands.watch import arguments as watch_arguments

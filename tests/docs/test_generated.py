@@ -13,8 +13,8 @@ import pytest
 from ranks import run_command
 from repository import ROOT
 
-from straggle.commands.config import load
-from straggle.commands.config_schema import config_dir
+from straggle.commands.configuration.config import load
+from straggle.commands.configuration.schema import config_dir
 from straggle.lab import comparison
 from straggle.observe.numbers import registry
 

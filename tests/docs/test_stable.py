@@ -16,8 +16,8 @@ from repository import ROOT
 
 from straggle.__main__ import COMMANDS
 from straggle.commands import launch
-from straggle.commands.config import load
-from straggle.commands.config_schema import options_of
+from straggle.commands.configuration.config import load
+from straggle.commands.configuration.schema import options_of
 from straggle.commands.launching.launch_options import parser
 from straggle.lab import comparison
 from straggle.observe.metric_series import COUNTERS, GAUGES, HISTOGRAMS

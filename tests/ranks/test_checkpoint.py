@@ -13,9 +13,9 @@ from torch import nn
 from training import features, mlp
 
 from straggle import Epochs, MovingAverage, QuantileDeadline, Rebalance
-from straggle.commands import durable
-from straggle.commands.agreement import OneReplica
-from straggle.commands.checkpoint import BehindPeers, Checkpoint, NotSaved
+from straggle.commands.saved import durable
+from straggle.commands.saved.agreement import OneReplica
+from straggle.commands.saved.checkpoint import BehindPeers, Checkpoint, NotSaved
 
 
 def trained(module, model, optimizer, rank, steps):

@@ -9,7 +9,7 @@ import torch
 from ranks import run_forked
 
 from straggle.commands.compare import train_on
-from straggle.commands.config import load
+from straggle.commands.configuration.config import load
 from straggle.lab.comparison import Comparison, MethodResult
 from straggle.lab.interleaved import TimedJob
 from straggle.lab.jobs import DdpJob, Job, LocalSgdJob

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from ranks import digest, run_forked
 from training import Signals
 
-from straggle.commands.config import load
+from straggle.commands.configuration.config import load
 from straggle.lab.jobs import StagedJob
 from straggle.lab.workloads.synthetic import Synthetic
 

@@ -30,8 +30,8 @@ from training import TINY, Chain, Signals, Stopper, features, mlp, random_stops
 
 from straggle import Deadline, Elastic, FixedDeadline, LastMerged, LateHandling, Merge, NextDeadline, StagedDataParallel
 from straggle.backward.stages import Stage, StagePlan
-from straggle.commands.config import load
-from straggle.commands.config_schema import ConfigurationError
+from straggle.commands.configuration.config import load
+from straggle.commands.configuration.schema import ConfigurationError
 from straggle.observe.metrics import MetricsExporter, stage_labels
 from straggle.observe.metrics_endpoint import Endpoint, Security, Targets
 from straggle.observe.numbers.goodput import Uses

@@ -13,7 +13,7 @@ from torch import nn
 from training import Stopper, features, grads, mlp
 
 from straggle import QuantileDeadline, Rebalance
-from straggle.commands.checkpoint import Checkpoint
+from straggle.commands.saved.checkpoint import Checkpoint
 from straggle.lab.faults import Fault, FaultInjector, Slowdown
 
 

@@ -14,7 +14,7 @@ from sharding import Blocks, batch, pair
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from straggle import MovingAverage, StagedDataParallel
-from straggle.commands.checkpoint import Checkpoint
+from straggle.commands.saved.checkpoint import Checkpoint
 from straggle.stop_signal import StopSignal
 
 pytestmark = pytest.mark.slow  # FSDP2 on four ranks, several times

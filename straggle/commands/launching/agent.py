@@ -15,7 +15,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from straggle.commands import durable
 from straggle.commands.launching.restarting import (
     RestartRules,
     StartAgain,
@@ -27,6 +26,7 @@ from straggle.commands.launching.restarting import (
 from straggle.commands.launching.spares import Spares
 from straggle.commands.launching.together import Together
 from straggle.commands.launching.worker_process import Process, Program, ServerEnded, Starter, new_process
+from straggle.commands.saved import durable
 from straggle.members import agents
 from straggle.members.agents import Exited
 from straggle.merge.wire import launcher_words

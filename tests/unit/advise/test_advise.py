@@ -189,7 +189,7 @@ def test_rank_that_is_stuck_over_several_replayed_steps_has_the_outcome_of_a_clo
 
 @pytest.mark.slow
 def test_best_policy_is_worth_it_and_its_keys_are_valid(tmp_path):
-    from straggle.commands.config import load
+    from straggle.commands.configuration.config import load
 
     write_watch(tmp_path, extra=when(1, range(1000), backward=0.2))
     given = answer(tmp_path)
@@ -207,7 +207,7 @@ def printed_code(text: str) -> list[str]:
 
 
 def test_run_of_the_command_is_told_keys_and_no_code(tmp_path):
-    from straggle.commands.config import load
+    from straggle.commands.configuration.config import load
 
     write_trace(tmp_path, 9.0)
     (tmp_path / "config.yaml").write_text("late_handling: {quorum: null}\n")

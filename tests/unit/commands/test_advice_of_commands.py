@@ -12,11 +12,12 @@ from omegaconf import OmegaConf
 from torch import nn
 from training import TINY
 
-from straggle.commands import config as configurations
-from straggle.commands import report, run_dir, watch
-from straggle.commands.config import load
+from straggle.commands import report, watch
+from straggle.commands.configuration import config as configurations
+from straggle.commands.configuration.config import load
 from straggle.commands.plain_args import Words
-from straggle.commands.replaying import recorded
+from straggle.commands.saved import run_dir
+from straggle.commands.saved.replaying import recorded
 from straggle.lab.sharding import Sharded, blocks_of
 from straggle.lab.workloads.text import Text
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from straggle.commands import durable
+from straggle.commands.saved import durable
 
 FILES = {"a": b"first" * 100, "b": b"second" * 100}
 OPERATIONS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate"}

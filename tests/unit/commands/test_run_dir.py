@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from straggle.commands.config import complain_and_exit
-from straggle.commands.run_dir import check_run_dir, one_run, one_run_of_members
+from straggle.commands.configuration.config import complain_and_exit
+from straggle.commands.saved.run_dir import check_run_dir, one_run, one_run_of_members
 
 
 @pytest.mark.parametrize("folder", ["file/run", "file/a/b", "/proc/run"])

@@ -7,10 +7,10 @@ from training import TINY
 
 from straggle import LateHandling
 from straggle.advise.answer import configured_late_handling
-from straggle.commands.config import load
-from straggle.commands.config_checks import check_targets
-from straggle.commands.config_schema import ConfigurationError
-from straggle.commands.replaying import decisions_of, recorded
+from straggle.commands.configuration.checks import check_targets
+from straggle.commands.configuration.config import load
+from straggle.commands.configuration.schema import ConfigurationError
+from straggle.commands.saved.replaying import decisions_of, recorded
 
 
 def replay_of(tmp_path, changed, *own):

@@ -8,9 +8,9 @@ import math
 import pytest
 
 from straggle.commands.compare import in_turn
-from straggle.commands.config import load
-from straggle.commands.config_checks import of_method, of_scenario, slows_ranks
-from straggle.commands.config_schema import ConfigurationError, config_dir
+from straggle.commands.configuration.checks import of_method, of_scenario, slows_ranks
+from straggle.commands.configuration.config import load
+from straggle.commands.configuration.schema import ConfigurationError, config_dir
 from straggle.lab.interleaved import reference_losses, seconds_to, time_to_loss_ratio
 from straggle.observe.numbers.intervals import Interval, ratio_interval
 

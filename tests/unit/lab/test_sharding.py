@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from straggle.commands.config import load
-from straggle.commands.config_schema import ConfigurationError
+from straggle.commands.configuration.config import load
+from straggle.commands.configuration.schema import ConfigurationError
 from straggle.lab import sharding
 from straggle.lab.build import build_members
 from straggle.lab.sharding import Sharded, WorkClock

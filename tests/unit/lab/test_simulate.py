@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from straggle import AutoDeadline, Deadline, FirstK, FixedDeadline, LateHandling, Shadow, WaitForAll
-from straggle.commands.config import load
-from straggle.commands.config_schema import ConfigurationError
+from straggle.commands.configuration.config import load
+from straggle.commands.configuration.schema import ConfigurationError
 from straggle.lab.faults import dropcompute_factors
 from straggle.lab.simulate.communication import Constant, Ring, Tree
 from straggle.lab.simulate.delays import (

@@ -8,7 +8,7 @@ import torch
 from repository import ROOT
 
 from straggle import AutoDeadline, FirstK, LateHandling, QuantileDeadline, WaitForAll
-from straggle.commands.config import ConfigurationError, load
+from straggle.commands.configuration.config import ConfigurationError, load
 from straggle.lab.simulate.communication import Constant
 from straggle.lab.simulate.delays import NoDelay, SlowRanks
 from straggle.lab.simulate.pulled import PulledCluster, simulate_drawn, simulate_pulled

@@ -18,7 +18,7 @@ with needs_extra("train"):
     from hydra.core.config_store import ConfigStore
     from omegaconf import DictConfig, OmegaConf
 
-from straggle.commands import durable
+from straggle.commands.saved import durable
 
 COMMANDS = ("train", "compare", "simulate")
 OF_METHOD = ("job", "deadline", "estimator", "late_handling", "merge", "optimizer", "stages", "rebalance", "work")
@@ -165,7 +165,7 @@ def _check_compare(own: dict[str, Any]) -> None:
 
 def config_dir() -> Path:
     """``conf/`` of the checkout, or the copy that an installed wheel carries."""
-    package = Path(__file__).parents[1]
+    package = Path(__file__).parents[2]
     return next(path for path in (package / "conf", package.parent / "conf") if path.is_dir())
 
 

@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from straggle.commands import durable
-from straggle.commands.agreement import ALL, Ranks, RefusedByAll, Result, of_ranks, on_all_ranks
-from straggle.commands.durable import FileSeal, Snapshot
+from straggle.commands.saved import durable
+from straggle.commands.saved.agreement import ALL, Ranks, RefusedByAll, Result, of_ranks, on_all_ranks
+from straggle.commands.saved.durable import FileSeal, Snapshot
 from straggle.lab.sharding import is_sharded
 from straggle.merge.saved_state import SavedState
 from straggle.merge.wire.groups import job_rank, job_size

@@ -23,8 +23,8 @@ with needs_extra("train"):
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from straggle.commands.config_checks import check
-from straggle.commands.config_schema import (
+from straggle.commands.configuration.checks import check
+from straggle.commands.configuration.schema import (
     COMMANDS,
     OF_METHOD,
     ConfigurationError,
@@ -36,7 +36,7 @@ from straggle.commands.config_schema import (
     usual_values,
 )
 from straggle.commands.plain_args import run_command
-from straggle.commands.run_dir import check_run_dir
+from straggle.commands.saved.run_dir import check_run_dir
 
 # of `hydra --hydra-help`
 _HYDRAS_FLAGS = re.compile(

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from straggle.commands import durable
-from straggle.commands.agreement import on_all_ranks
-from straggle.commands.config_checks import check_targets
-from straggle.commands.config_schema import ConfigurationError
+from straggle.commands.configuration.checks import check_targets
+from straggle.commands.configuration.schema import ConfigurationError
+from straggle.commands.saved import durable
+from straggle.commands.saved.agreement import on_all_ranks
 from straggle.data.rebalance import Rebalance
 from straggle.lab.jobs import StagedJob
 from straggle.merge.wire.groups import job_rank, job_size

@@ -23,7 +23,7 @@ with needs_extra("train"):
 from torch import nn
 
 from straggle.backward.stages import plan_stages
-from straggle.commands.config_schema import ConfigurationError, check_at_least, check_values, check_work, option
+from straggle.commands.configuration.schema import ConfigurationError, check_at_least, check_values, check_work, option
 from straggle.data.rebalance import Rebalance, check_shares
 from straggle.lab.build import build_estimator, build_faults, build_members, build_optimizer, stages_of
 from straggle.lab.sharding import Sharded
