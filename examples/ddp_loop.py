@@ -38,7 +38,7 @@ def main() -> None:
         optimizer.zero_grad()
 
         report = model.last_report
-        if rank == 0 and report.step % 10 == 0:
+        if rank == 0 and report.step % 10 == 9:
             loss = report.scalars["loss"]
             print(f"step {report.step}: loss {loss:.3f}, {report.seconds:.3f} s, late: {report.late_ranks}")
 

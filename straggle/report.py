@@ -325,7 +325,7 @@ class StepReport:
         default=0,
         metadata=described(
             "0: `skipped` and `nonfinite` are of this step; n: on a GPU, of the step n before (usually 1), and so are "
-            "scalars that were logged as its tensors"
+            "scalars that were logged as its tensors (NaN if nothing has come)"
         ),
     )
 

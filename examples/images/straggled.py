@@ -98,7 +98,9 @@ def main():
         with model.pause():
             accuracy = validate()
             if rank == 0:
-                print(f"epoch {epoch}: loss {sum(losses) / len(losses):.3f}, accuracy {accuracy:.1%}, {seconds:.1f} s")
+                print(
+                    f"epoch {epoch}: loss {torch.tensor(losses).nanmean():.3f}, accuracy {accuracy:.1%}, {seconds:.1f} s"
+                )
                 state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
                 torch.save({**state, "scheduler": scheduler.state_dict(), "epoch": epoch + 1}, given.out)
 

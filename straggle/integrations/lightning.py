@@ -306,9 +306,8 @@ class _Logged:
         if not self._put_off:
             return
         scalars = record.report.scalars
-        for name, value in self._put_off.items():
-            if name in scalars:
-                value.fill_(scalars[name])
+        for name in self._put_off.keys() & scalars.keys() - record.awaited:
+            self._put_off[name].fill_(scalars[name])
         self._put_off = {}
 
 

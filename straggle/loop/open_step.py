@@ -382,6 +382,7 @@ class OpenStep(PassWatcher):
             truncated=truncated,
             failed=failed,
             scalars=step.scalars,
+            later=step.on_device,
             given=self._give_state(truncated=truncated),
             abstain=self._now.rule.abstains,
             on_merged=None if self._now.early is None else self._step_early,

@@ -192,7 +192,7 @@ class StepMetrics:
         if report.different_ranks is not None:
             self._of("replica_checks").inc()
             self._of("replica_mismatches").inc(self._rank in report.different_ranks)
-        if "loss" in report.scalars:
+        if "loss" in report.scalars.keys() - record.awaited:
             self._of("loss").set(report.scalars["loss"])
         self._of("predicted_dropped_ratio").set(self._model.predicted_drop)
 

@@ -194,7 +194,7 @@ BUDGET = {
     "links": 980,
     "loop": 2330,
     "members": 6760,
-    "merge": 9640,
+    "merge": 9700,
     "observe": 4920,
     "policies": 2750,
     "pools": 1400,

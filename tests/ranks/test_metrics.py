@@ -24,6 +24,7 @@ import pytest
 import torch
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from queued_device import queued_device
 from ranks import die, run_command, run_forked, run_ranks, staged
 from repository import ROOT
 from training import TINY, Chain, Signals, Stopper, features, mlp, random_stops
@@ -101,6 +102,25 @@ def count_chaos(rank, num_steps):
         exporter.close()  # when all steps are counted
         text = generate_latest(exporter.registry).decode()
     return text, reports, plans[-1].numel, sum(stage.nbytes for stage in plans[-1].stages)
+
+
+def logs_on_a_queue(rank):
+    """The metrics after five steps, of which the first and the last log a loss that only the device knows."""
+    with queued_device(), staged(mlp()) as model:
+        exporter = MetricsExporter(model, port=0)
+        for number in range(5):
+            with model.step() as step:
+                model(features(rank, number)).square().mean().backward()
+                if number in (0, 4):
+                    step.log(loss=torch.tensor(1.0 + number + rank))
+        exporter.close()
+        return generate_latest(exporter.registry).decode(), model.last_report.scalars["loss"]
+
+
+def test_loss_that_a_device_has_yet_to_tell_is_the_last_one_that_it_told():
+    for text, last in run_ranks(logs_on_a_queue, 2):
+        assert values(text, "straggle_loss") == {(): 1.5}
+        assert math.isnan(last)
 
 
 def test_counters_are_the_sums_of_the_reports_on_every_rank():

@@ -5,12 +5,13 @@ The device is a fake one, with tensors on the CPU, for which each read by the ho
 
 import math
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
 from host_reads import HostReads
 from queued_device import RecordingDevice, queued_device
-from ranks import digest, logged, run_forked, staged
+from ranks import digest, logged, run_forked, run_ranks, staged
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -199,7 +200,9 @@ def logs(rank, behind):
 def test_scalars_on_the_device_come_as_means_in_the_next_report_and_others_at_once():
     for found in run_forked(logs, 2, 0):
         assert [own["on_host"] for own in found] == list(range(6))
-        assert [own.get("on_device") for own in found] == [None, 0.5, 10.5, 20.5, 30.5, 40.5]
+        on_device = [own["on_device"] for own in found]
+        assert math.isnan(on_device[0])
+        assert on_device[1:] == [0.5, 10.5, 20.5, 30.5, 40.5]
 
 
 def many_logs(rank):
@@ -217,8 +220,10 @@ def many_logs(rank):
 def test_scalars_for_which_a_row_has_no_room_wait_for_the_next_one():
     for found in run_forked(many_logs, 2):
         assert [sum(name.startswith("host") for name in own) for own in found] == [0, 7, 5, 3]
-        assert [sum(name.startswith("device") for name in own) for own in found] == [0, 1, 3, 4]
-        assert all(value == 5.0 for own in found for name, value in own.items() if name.startswith("device"))
+        on_device = [[value for name, value in own.items() if name.startswith("device")] for own in found]
+        assert list(map(len, on_device)) == [8, 1, 3, 4]
+        assert all(map(math.isnan, on_device[0]))
+        assert all(value == 5.0 for own in on_device[1:] for value in own)
 
 
 def logs_odd_ones(rank):
@@ -240,8 +245,8 @@ def logs_odd_ones(rank):
 def test_scalar_is_what_it_was_when_it_was_logged_and_the_last_of_its_name():
     for found in run_forked(logs_odd_ones, 2):
         assert [own["twice"] for own in found] == [0.0, 1.0, 2.0, 3.0]
-        assert [own.get("running") for own in found] == [None, 1.0, 102.0, 203.0]
-        assert [own.get("count") for own in found] == [None, 0.0, 1.0, 2.0]
+        assert [str(own["running"]) for own in found] == ["nan", "1.0", "102.0", "203.0"]
+        assert [str(own["count"]) for own in found] == ["nan", "0.0", "1.0", "2.0"]
 
 
 def logs_of_a_mesh(rank, placement):
@@ -262,7 +267,10 @@ def logs_of_a_mesh(rank, placement):
 
 @pytest.mark.parametrize("placement", [Replicate(), Partial("avg")], ids=str)
 def test_scalar_of_a_mesh_is_that_of_all_its_ranks(placement):
-    assert run_forked(logs_of_a_mesh, 2, placement) == [[{}, {"loss": 2.5}]] * 2
+    for first, second in run_forked(logs_of_a_mesh, 2, placement):
+        assert [*first] == ["loss"]
+        assert math.isnan(first["loss"])
+        assert second == {"loss": 2.5}
 
 
 def skips(rank):
@@ -326,6 +334,63 @@ def test_bad_numbers_of_the_last_step_are_named_when_the_model_is_closed():
     first, second = run_forked(bad_at_the_end, 2)
     assert first == []
     assert "rank 1, since step 2: 6 gradients were not finite and left out" in second[0]
+
+
+AS = ("tensor", "number", "nothing")  # how a rank logs a scalar in a step
+WHERE = ("goes on", "late before it logs", "late after it has logged")
+
+
+def logs_as(rank, schedule, queued):
+    """Each report's scalar, with which of them are known to come; ``schedule``: of each step and rank, how it logs."""
+    module, found = mlp(), []
+    stopper = Stopper(module)
+    with queued_device() if queued else nullcontext(), staged(module) as model:
+        model.register_step_hook(lambda record: found.append((dict(record.report.scalars), record.awaited)))
+        for number, of_ranks in enumerate(schedule):
+            how, where = of_ranks[rank]
+            with model.step() as step:
+                stopper.arm(step, 0 if where == "late before it logs" else None)
+                loss = model(features(rank, number)).square().mean()
+                value = 10.0 * number + rank
+                if how != "nothing":
+                    step.log(loss=torch.tensor(value) if how == "tensor" else value)
+                if where == "late after it has logged":
+                    step.stop()
+                loss.backward()
+    return found
+
+
+def expected_of(schedule, queued):
+    """For each step the mean over the values that its rows have; NaN if there is none, and some are to come."""
+    expected, of_before = [], {}
+    for number, of_ranks in enumerate(schedule):
+        logged = {
+            rank: (how, 10.0 * number + rank)
+            for rank, (how, where) in enumerate(of_ranks)
+            if how != "nothing" and where != "late before it logs"
+        }
+        now = {rank: value for rank, (how, value) in logged.items() if how == "number" or not queued}
+        values = {**of_before, **now}
+        mean = sum(values.values()) / len(values) if values else math.nan
+        expected.append(({"loss": mean}, not values) if values or logged else ({}, False))
+        of_before = {rank: value for rank, (how, value) in logged.items() if how == "tensor" and queued}
+    return expected
+
+
+@pytest.mark.parametrize("queued", [False, True], ids=["on the host", "on a queue"])
+@pytest.mark.parametrize("where", WHERE)
+def test_report_has_each_scalar_that_was_logged_in_its_step_with_its_mean_or_as_one_that_is_to_come(where, queued):
+    # two ranks in two steps that follow each other, in all ways: the second is a first step of those that logged not
+    ways = list(product(AS, repeat=4))
+    schedule = [
+        [(one, "goes on"), (other, where)] for way in ways for one, other in (way[:2], way[2:], ("nothing", "nothing"))
+    ]
+    for found in run_ranks(logs_as, 2, schedule, queued):
+        for number, ((scalars, awaited), (expected, comes)) in enumerate(
+            zip(found, expected_of(schedule, queued), strict=True)
+        ):
+            assert repr(scalars) == repr(expected), (number, schedule[number - 1 : number + 1])
+            assert awaited == ({"loss"} if comes else set())
 
 
 # -- found by chance

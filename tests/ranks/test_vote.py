@@ -1,12 +1,14 @@
 """A replica leaves a step at one boundary: its vote decides, and what this rank's own rule says is one word in it."""
 
+import math
 import threading
+from itertools import product
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from ranks import run_ranks, staged
+from ranks import logged, run_ranks, staged
 from training import Chain, Stopper
 
 from straggle import world
@@ -122,6 +124,39 @@ def test_ranks_of_a_replica_are_told_the_same_at_the_next_unit():
         assert (list(alike.present), alike.alike) == ([True, False], True)
         assert copies == [[0.75] * 3, [0.0] * 2]
     assert (first[3], second[3]) == (0.5, 1.5)
+
+
+def votes_on_scalars(rank, of_ranks):
+    """What the ranks of a replica agree on, if the merges of their shards have these scalars; and what they warn of."""
+    channel = Channel(None, give_up_s=20.0)
+    vote = UnitVote(channel, str, Inside(), [[0], [1]], tell=channel.post_failure)
+    with logged("straggle") as said:
+        agreed = [vote.agree([True], [0.0], [], own[rank], tells=[5.0 + rank]) for own in of_ranks]
+    vote.close()
+    return [(dict(one.scalars), one.told) for one in agreed], said
+
+
+def test_scalar_that_no_shard_has_yet_stays_one_that_is_to_come():
+    later = {-7.0: math.nan}
+    cases = list(product([{}, {7.0: 2.0}, {7.0: 4.0}, later], repeat=2))
+    for results, said in run_ranks(votes_on_scalars, 2, cases):
+        for (agreed, told), own in zip(results, cases, strict=True):
+            values = [one[7.0] for one in own if 7.0 in one]
+            expected = {7.0: sum(values) / len(values)} if values else later if later in own else {}
+            assert repr(agreed) == repr(expected)
+            assert told == [[5.0], [6.0]]
+        assert said == []
+
+
+def test_scalars_of_all_ranks_for_which_a_vote_has_no_room_are_left_out_and_it_is_said_once():
+    many = {float(key): float(key) for key in range(1, 12)} | {-20.0: math.nan}
+    for results, said in run_ranks(votes_on_scalars, 2, [[many, many], [many, {}], [{}, {3.0: 1.0}]]):
+        first_eight = {float(key): float(key) for key in range(1, 9)}
+        assert [agreed for agreed, _ in results] == [first_eight, first_eight, {3.0: 1.0}]
+        assert [told for _, told in results] == [[[5.0], [6.0]]] * 3
+        assert len(said) <= 1
+        assert all("room for 8 scalars of all ranks, and step 0 has 12: the others are left out" in one for one in said)
+    assert said
 
 
 def places_while_stuck(rank):

@@ -237,6 +237,7 @@ class UnitVote:
         self._channel, self._place_name, self._inside, self._names = channel, place_name, inside, names
         self._tell = tell
         self._question: Question | None = None
+        self._left_out_scalars = False  # in some step, and it is said
         self._ahead: Callable[[], int] | None = None
         self._num_steps = self._step = 0
         self._number = 0  # of the question
@@ -320,7 +321,7 @@ class UnitVote:
         """The merges of different shards may not have the same replicas in them, if one was stood in for."""
         # one number in place of a list: if its mean and mean square agree, all ranks have the same
         mark = hash((*present, *weights)) % _MARKS  # of numbers: the same in every process
-        pairs = [number for pair in scalars.items() for number in pair]
+        pairs = [number for pair in self._with_room(scalars) for number in pair]
         first_told = len(waited_s) + 2 * MAX_SCALARS
         numbers = [*waited_s, *pairs, *[0.0] * (2 * MAX_SCALARS - len(pairs)), *tells]
         own = torch.zeros(self._channel.world_size, len(numbers), dtype=torch.float64)
@@ -338,6 +339,14 @@ class UnitVote:
         if not (alike := self._channel.world_size * squares == marks * marks):
             present = [number > 0 for number in self._sum(torch.tensor(present, dtype=torch.int32), _MERGED)]
         return Agreed(present, self._slowest(waits), alike, means, told)
+
+    def _with_room(self, scalars: Mapping[float, float]) -> list[tuple[float, float]]:
+        """As many of them as a message has room for."""
+        if len(scalars) > MAX_SCALARS and not self._left_out_scalars:
+            self._left_out_scalars = True
+            what = "in a sharded job a report has room for %d scalars of all ranks, and step %d has %d: %s"
+            _log.warning(what, MAX_SCALARS, self._step, len(scalars), "the others are left out")
+        return [*scalars.items()][:MAX_SCALARS]
 
     def average(self, copied: Sequence[Tensor], weights: Sequence[float]) -> None:
         """By one message; the order of the ranks is that of each other replica, and so are the bits."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -361,16 +361,17 @@ class Coordinator:
         truncated: bool,
         failed: bool = False,
         scalars: Mapping[str, float],
+        later: Iterable[str] = (),
         given: Given = NOTHING_GIVEN,
         abstain: bool = False,
         on_merged: Callable[[Round], None] | None = None,
     ) -> Round:
         """The training thread's work for its step is over: merge the rest, wait for the peers, and take the result.
 
-        ``truncated``: it was cut short; ``failed``: a backward pass did not come to its end. ``given``: of the
-        module's other state; ``abstain``: give what is finished and nothing else,
-        as the stand-in does. ``on_merged(round)`` is called after each message
-        that was merged, while this waits.
+        ``truncated``: it was cut short; ``failed``: a backward pass did not come to its end. ``later``: scalars that
+        its device has yet to tell. ``given``: of the module's other state; ``abstain``: give what is finished and
+        nothing else, as the stand-in does. ``on_merged(round)`` is called after each message that was merged, while
+        this waits.
         Raises `PeerFailed` when a rank failed in this step or cannot be reached.
         """
         posts = False
@@ -388,7 +389,7 @@ class Coordinator:
                     now = self._submission.finished(current)
                 else:
                     now = self._submission.own(
-                        current, truncated=truncated, failed=failed, scalars=scalars, given=given
+                        current, truncated=truncated, failed=failed, scalars=scalars, later=later, given=given
                     )
                 # decided here, done below: the store may take two seconds, and the lock is held
                 posts = self._stand_in.work_done(now, truncated=truncated)

@@ -6,7 +6,7 @@ Its row goes with that, and says how the step went.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from straggle.backward.device_clock import DeviceClock, HostTimes
@@ -40,9 +40,10 @@ class Submission:
         truncated: bool,
         failed: bool = False,
         scalars: Mapping[str, float],
+        later: Iterable[str] = (),
         given: Given,
     ) -> float:
-        """Submit the training thread's own step; when that was."""
+        """Submit the training thread's own step; when that was. ``later``: scalars that its device has yet to tell."""
         training = self._rank.training
         # first: what is complete by the passes that there were is launched as complete, not with a share
         if current.passes.may_end_early:
@@ -56,7 +57,7 @@ class Submission:
         had_work = None
         if min(own.computed) < 1 and (had_work := self._had_work(current)):
             own = self._estimate(current, own)
-        return self._submit(current, own, scalars, given, had_work)
+        return self._submit(current, own, scalars, given, had_work, later=later)
 
     def _estimate(self, current: Round, own: Contribution) -> Contribution:
         """Let the estimator fill in."""
@@ -116,12 +117,14 @@ class Submission:
         scalars: Mapping[str, float],
         given: Given,
         had_work: bool | None = None,
+        *,
+        later: Iterable[str] = (),
     ) -> float:
         """Launch all collectives that are left, the last with the telemetry; when that was."""
         training = self._rank.training
         weights, in_step = current.weights(own), training.is_in(current.step)
         # as late as possible: its seconds are those until the last bucket goes
-        row = self._row(current, own, weights, scalars, in_step=in_step, state=given.mark)
+        row = self._row(current, own, weights, scalars, later, in_step=in_step, state=given.mark)
         if (clock := self._rank.device_clock) is not None:
             row = by_device(row, clock, in_step=in_step)
         # the last who write to the row; after them it is in the buffers
@@ -143,6 +146,7 @@ class Submission:
         own: Contribution,
         weights: Sequence[float],
         scalars: Mapping[str, float],
+        later: Iterable[str],
         *,
         in_step: bool,
         state: int,
@@ -152,6 +156,8 @@ class Submission:
         arrived = NOTHING_ARRIVED  # what its device has told of earlier steps
         if current.buffers.is_queued:
             arrived = rank.device_numbers.take(current.step, MAX_SCALARS - len(scalars))
+        if arrived.scalars:
+            scalars = {**arrived.scalars, **scalars}
         now, times, layout = training.stopwatch.now(), training.stopwatch.read(), current.layout
         entry, before = training.entry, merging.times_at_merge
         passes = current.passes
@@ -194,7 +200,8 @@ class Submission:
             without_store=not rank.channel.store.reachable,
             state=state,
             cost=training.cost if in_step and not idle else math.nan,
-            scalars={**arrived.scalars, **scalars} if arrived.scalars else scalars,
+            scalars=scalars,
+            awaited=tuple([name for name in later if name not in scalars]),
             counts_behind=arrived.behind,
             skipped_before=arrived.skipped,
         )

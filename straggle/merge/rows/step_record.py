@@ -33,8 +33,8 @@ class StepRecord:
     step would have ended; NaN if it is enforced. ``usual_cost``, ``dealt``: those of `CurrentDeadline`. ``differing``:
     the names of tensors that differ between ranks. ``merged_weights``: the weight of each stage, if it may be more than
     the ``table`` has for the remaining ranks. ``merged_at``: when the step was merged, by this rank's clock.
-    ``slowest_ranks``: as in the report. ``scalars``: the means over all ranks by the hashes of their names, if the
-    ``table`` has not all of them.
+    ``slowest_ranks``: as in the report. ``scalars``: the means over all ranks by the hashes of their names, as
+    `means_of` gives them, if the ``table`` has not all of them.
     """
 
     step: int
@@ -85,6 +85,13 @@ class StepRecord:
             dealt=self.dealt,
             slowest_ranks=self.slowest_ranks,
         )
+
+    @property
+    def awaited(self) -> frozenset[str]:
+        """The names of scalars that are NaN in the report because only a device knows them so far."""
+        later = [-key for key in self._values() if key < 0]
+        known = self.names.of(later)
+        return frozenset(known[key] for key in later if key in known)
 
     def brief(self) -> StepReport:
         """The report without stages, scalars and links, in a fraction of its time: what was dropped, and the times."""
@@ -175,9 +182,12 @@ class StepRecord:
         return merged if is_more or self.table.nonfinite_ranks() else reported
 
     def _scalars(self) -> dict[str, float]:
-        values = self.table.scalars() if self.scalars is None else self.scalars
-        known = self.names.of(values)
-        return {known[key]: value for key, value in values.items() if key in known}
+        values = self._values()
+        known = self.names.of(map(abs, values))
+        return {known[abs(key)]: value for key, value in values.items() if abs(key) in known}
+
+    def _values(self) -> Mapping[float, float]:
+        return self.table.scalars() if self.scalars is None else self.scalars
 
 
 def shadow_report(table: Table, seconds: float, deadline_s: float, rules: StopRules, plan: StagePlan) -> ShadowReport:

@@ -16,6 +16,7 @@ from torch import Tensor
 from straggle.merge.rows.telemetry import (
     COLUMN,
     COUNTS_BEHIND,
+    MAX_SCALARS,
     MICROBATCH_SLOTS,
     NONFINITE,
     OF_THE_CORE,
@@ -384,8 +385,10 @@ class Table:
         ]
 
     def scalars(self) -> dict[float, float]:
-        """The mean of each scalar over the ranks that have it, by the hash of its name."""
-        return means_of(self.rows[:, self.of_stages.weights.stop + MICROBATCH_SLOTS :].tolist())
+        """The mean of each scalar over the ranks that have it, by the hash of its name, as `means_of` gives them."""
+        first, pairs = self.of_stages.weights.stop + MICROBATCH_SLOTS, 2 * MAX_SCALARS
+        by_rank = self.rows[:, first:].tolist()
+        return means_of([*own[:pairs], *(part for key in own[pairs:] for part in (-key, math.nan))] for own in by_rank)
 
     def column(self, name: str) -> tuple[float, ...]:
         """The values of a field of `Row` that is one number, by rank."""

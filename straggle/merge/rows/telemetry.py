@@ -2,7 +2,7 @@
 
 A row holds the numbers that `Row` declares, then those that optional parts declare (`Column`), then four numbers for
 each stage, then the user's scalars as (hash of the name, value) pairs, so that ranks need not agree on names or their
-order.
+order, then the hashes of those that a device has not told yet.
 """
 
 from __future__ import annotations
@@ -117,6 +117,7 @@ class Row(NamedTuple):
     microbatch_s: tuple[float, ...] = ()
     ways: tuple[Way, ...] = ()
     scalars: Mapping[str, float] = MappingProxyType({})
+    awaited: tuple[str, ...] = ()  # scalars of this step that only the device knows so far
     of_wings: Mapping[Column, float] = MappingProxyType({})
     merge_s: float = 0.0  # from the end of its own work in the step before to the end of its merge
     num_microbatches: int = 1
@@ -160,7 +161,9 @@ class Row(NamedTuple):
         numbers += _NO_ENDS[len(ends) :]
         pairs = [number for name, value in self.scalars.items() for number in (name_hash(name), value)]
         numbers.fromlist(pairs)
-        numbers += _NO_PAIRS[len(pairs) :]
+        numbers += _NO_SCALARS[len(pairs) : 2 * MAX_SCALARS]
+        numbers.fromlist([*map(name_hash, self.awaited)])
+        numbers += _NO_SCALARS[2 * MAX_SCALARS + len(self.awaited) :]
         return numbers
 
     @property
@@ -201,7 +204,7 @@ COUNTS_BEHIND = COLUMN["counts_behind"]
 _PER_STAGE = 4
 _NO_WAYS = array("f", [-1.0, math.nan, math.nan, math.nan] * MAX_WAYS)
 _NO_ENDS = array("f", [math.nan] * MICROBATCH_SLOTS)
-_NO_PAIRS = array("f", [0.0] * (2 * MAX_SCALARS))
+_NO_SCALARS = array("f", [0.0] * (3 * MAX_SCALARS))  # pairs, then hashes
 
 
 def _numbers_of(ways: Sequence[Way]) -> array[float]:
@@ -212,13 +215,17 @@ def _numbers_of(ways: Sequence[Way]) -> array[float]:
 
 
 def means_of(pairs_by_rank: Iterable[Sequence[float]]) -> dict[float, float]:
-    """Of each rank's scalars, as (hash, value, hash, value, ...), the means by hash; a hash of 0 is of none."""
+    """Of each rank's scalars, as (hash, value, hash, value, ...), the means by hash; a hash of 0 is of none.
+
+    A hash below 0 is of a scalar whose value comes later: so it is in the result, with NaN, if no rank has a value.
+    """
     values: dict[float, list[float]] = {}
     for pairs in pairs_by_rank:
         for key, value in zip(pairs[::2], pairs[1::2], strict=True):
-            if key > 0:
+            if key:
                 values.setdefault(key, []).append(value)
-    return {key: math.fsum(seen) / len(seen) for key, seen in values.items()}
+    means = {key: math.fsum(seen) / len(seen) for key, seen in values.items() if key > 0}
+    return means | {key: math.nan for key in values if key < 0 and -key not in means}
 
 
 class StageColumns(NamedTuple):
@@ -250,7 +257,7 @@ class Columns:
 
     def row_length(self, num_stages: int) -> int:
         """Elements of an encoded row."""
-        return len(self.place) + _PER_STAGE * num_stages + MICROBATCH_SLOTS + 2 * MAX_SCALARS
+        return len(self.place) + _PER_STAGE * num_stages + MICROBATCH_SLOTS + len(_NO_SCALARS)
 
 
 OF_THE_CORE = Columns()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from straggle.backward.clocks import Stopwatch
 from straggle.links.job_pings import JobPings, merged_step
 from straggle.members.rows import is_last, leaving_ranks
 from straggle.merge.rows.table import Table
-from straggle.merge.rows.telemetry import MAX_WAYS, UNCHANGED, absent_row
+from straggle.merge.rows.telemetry import MAX_SCALARS, MAX_WAYS, UNCHANGED, absent_row, means_of, name_hash
 from straggle.policies.network.merge_time import Link
 from straggle.policies.network.rank_links import Way
 from straggle.source.kept import NONE
@@ -122,3 +123,40 @@ def test_ranks_that_are_to_end_leave_if_the_others_go_on_without_them_and_otherw
 ) -> None:
     table = Table(torch.stack([row_of(**{**USUAL, **own}).encode(ALL_COLUMNS) for own in rows]), 0, ALL_COLUMNS)
     assert (leaving_ranks(table), is_last(table)) == (frozenset(leaving), ends)
+
+
+# what a rank has of a scalar in a step: nothing, a value, none yet because only its device knows it; or it is absent
+HAS = {
+    "nothing": {},
+    "1": {"scalars": {"loss": 1.0}},
+    "4": {"scalars": {"loss": 4.0}},
+    "awaited": {"awaited": ("loss",)},
+}
+
+
+@pytest.mark.parametrize("of_ranks", [*product([*HAS, "absent"], repeat=3)], ids="-".join)
+def test_scalar_is_the_mean_of_the_values_that_are_there_and_known_to_come_if_none_is(of_ranks: list[str]) -> None:
+    rows = [absent_row(0) if own == "absent" else row_of(**HAS[own]).encode() for own in of_ranks]
+    found, key = Table(torch.stack(rows), 0).scalars(), name_hash("loss")
+    values = [float(own) for own in of_ranks if own.isdigit()]
+    if values:
+        assert found == {key: sum(values) / len(values)}
+    elif "awaited" in of_ranks:
+        assert [*found] == [-key]
+        assert math.isnan(found[-key])
+    else:
+        assert found == {}
+
+
+def test_a_row_has_room_for_values_of_the_step_before_beside_names_of_this_one() -> None:
+    old, new = ([f"{kind}{one}" for one in range(MAX_SCALARS)] for kind in ("old", "new"))
+    row = row_of(scalars=dict.fromkeys(old, 2.0), awaited=tuple(new))
+    found = Table(row.encode().unsqueeze(0), 0).scalars()
+    assert found.keys() == {*map(name_hash, old), *(-name_hash(name) for name in new)}
+
+
+def test_mean_that_is_not_a_number_is_not_taken_for_one_that_is_to_come() -> None:
+    means = means_of([[7.0, math.nan, -9.0, math.nan], [7.0, 1.0, 9.0, 3.0], [0.0, 0.0, -11.0, math.nan]])
+    assert [*means] == [7.0, 9.0, -11.0]
+    assert math.isnan(means[7.0])
+    assert means[9.0] == 3.0
