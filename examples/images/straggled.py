@@ -96,11 +96,9 @@ def main():
         scheduler.step()
         seconds = time.monotonic() - start
         with model.pause():
-            accuracy = validate()
+            accuracy, loss = validate(), torch.tensor(losses).nanmean()  # a GPU does not tell the first one: NaN
             if rank == 0:
-                print(
-                    f"epoch {epoch}: loss {torch.tensor(losses).nanmean():.3f}, accuracy {accuracy:.1%}, {seconds:.1f} s"
-                )
+                print(f"epoch {epoch}: loss {loss:.3f}, accuracy {accuracy:.1%}, {seconds:.1f} s")
                 state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
                 torch.save({**state, "scheduler": scheduler.state_dict(), "epoch": epoch + 1}, given.out)
 
