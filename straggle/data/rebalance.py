@@ -10,28 +10,21 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, median
 from typing import Any, final
 
-import torch
-
 from straggle.data.deal import Parts
-from straggle.data.rank_times import BatchTimes, HeldUp, held_up
+from straggle.data.measured import MeasuredSteps, ShareChanges
+from straggle.data.rank_times import HeldUp, held_up
 from straggle.data.shares import deal
 from straggle.members.rows import leaving_ranks
 from straggle.merge.rows.step_record import StepRecord
 from straggle.merge.rows.table import Table
 from straggle.parallel import StagedDataParallel
 from straggle.policies.deadline import check_count
-from straggle.policies.shares.sample_time import Change, Level, RankTime, split
-from straggle.report import PHASES
+from straggle.policies.shares.sample_time import Level, RankTime, split
 
-_KEPT = 4  # changes that are looked back at
-_OTHER = 0.2  # a rank whose time for the same samples changes by so much is another: what it took before says nothing
-_FEW = 3  # steps show nothing
 _AT_FIRST = 20  # steps, after which it is said that dealing is no help
 
 _log = logging.getLogger(__name__)
@@ -96,16 +89,9 @@ class Rebalance:
         self._rank = model.rank
         self._total = total
         self._multiple_of = multiple_of
-        self._window = window
         self._least_gain = least_gain
-        self._speeds: list[list[float]] = []  # samples a second in the last steps with these shares; NaN: not known
-        self._vague: list[list[bool]] = []  # where the time was only "at least"
-        self._last_known = [math.nan] * model.world_size
-        self._batch_times = BatchTimes(model.world_size)
-        self._changes: list[Change] = []  # of shares, and what ranks took before and after them
-        self._before: Level | None = None  # the last one, of which it is not known well enough yet what came after it
-        self._settled: Level | None = None  # what ranks took with these shares, when that was known well first
-        self._phases: deque[list[tuple[float, ...]]] = deque(maxlen=window)
+        self._measured = MeasuredSteps(model.world_size, window)
+        self._changes = ShareChanges()
         self._held_up: HeldUp | None = None
         self._said: set[int] = set()  # ranks of which it was said
         self._active = frozenset(range(model.world_size))
@@ -165,14 +151,9 @@ class Rebalance:
         return {
             "total": self._total,
             "shares": list(self._shares),
-            "speeds": [list(speeds) for speeds in self._speeds],
-            "vague": [list(vague) for vague in self._vague],
-            "last_known": list(self._last_known),
             "active": sorted(self._active),
-            "batch_times": self._batch_times.state_dict(),
-            "changes": [[_plain(change.before), _plain(change.after)] for change in self._changes],
-            "before": self._before and _plain(self._before),
-            "settled": self._settled and _plain(self._settled),
+            **self._measured.state_dict(),
+            **self._changes.state_dict(),
             "held_up": self._held_up and list(vars(self._held_up).values()),
             "schedule": [[step, list(shares)] for step, shares in self.schedule],
         }
@@ -185,15 +166,10 @@ class Rebalance:
                 f"{len(self._shares)}: begin without them"
             )
         self._shares = tuple(state["shares"])
-        self._speeds = [list(speeds) for speeds in state["speeds"]]
-        self._vague = [list(vague) for vague in state["vague"]]
-        self._last_known = list(state["last_known"])
+        self._measured.load_state_dict(state)
         self._active = frozenset(state.get("active", range(len(self._shares))))
         if "changes" in state:  # an older version has none
-            self._batch_times.load_state_dict(state["batch_times"])
-            self._changes = [Change(_level(before), _level(after)) for before, after in state["changes"]]
-            self._before = state["before"] and _level(state["before"])
-            self._settled = state["settled"] and _level(state["settled"])
+            self._changes.load_state_dict(state)
             self._hold(state["held_up"] and HeldUp(*state["held_up"]), -1)
         self.schedule = [(step, tuple(shares)) for step, shares in state["schedule"]]
         if self._given:  # in the middle of a loop, which has its own part of other shares, or none
@@ -209,20 +185,11 @@ class Rebalance:
         parts = Parts((), table.absent_ranks(), table.stood_in_ranks(), leaving_ranks(table))
         if self._rank in parts.absent:  # it does not know what the others do, and is given their state
             return
-        weights = self._weights(table)
-        whole = self._batch_times.of(table, loads_missed=self._model.loads_missed)
-        pairs = zip(weights, whole, strict=True)
-        self._speeds.append(
-            [weight / of.seconds if weight > 0 and of.seconds > 0 else math.nan for weight, of in pairs]
-        )
-        self._vague.append([of.at_least for of in whole])
-        self._phases.append([table.column(f"{phase}_s") for phase in PHASES])
-        for rows in (self._speeds, self._vague):
-            del rows[: -self._window]
+        self._measured.add(table, self._weights(table), loads_missed=self._model.loads_missed)
         if (active := parts.active(self._active, len(self._shares))) != self._active:
             self._active = active
             self._deal_to_others(record.step + 1)
-        elif 2 * len(self._speeds) >= self._window:
+        elif self._measured.is_enough:
             self._rebalance(record)
 
     def _deal_to_others(self, next_step: int) -> None:
@@ -232,8 +199,8 @@ class Rebalance:
     def _rebalance(self, record: StepRecord) -> None:
         """Deal out again, if that is worth it."""
         level = self._level()
-        if len(self._speeds) == self._window:
-            self._settle(level)
+        if self._measured.is_full:
+            self._changes.settle(level)
         times = self._times(level)
         own_s = {rank: of.seconds(self._shares[rank]) for rank, of in times.items()}
         slowest = max(own_s, key=lambda rank: own_s[rank])
@@ -260,10 +227,7 @@ class Rebalance:
 
     def _judge(self, times: Mapping[int, RankTime], record: StepRecord) -> None:
         """Shares stay as they are: is some rank slow whatever it is given?"""
-        phases = {
-            phase: [fmean(column) for column in zip(*rows, strict=True)]
-            for phase, rows in zip(PHASES, zip(*self._phases, strict=True), strict=True)
-        }
+        phases = self._measured.phase_means()
         found = held_up(times, self._shares, phases, least=self._least, before=self._held_up)
         self._hold(found, record.step)
         if found is not None and found.rank not in self._said:
@@ -285,74 +249,21 @@ class Rebalance:
     def _change(self, shares: tuple[int, ...], next_step: int) -> None:
         if shares == self._shares:
             return
-        level = self._level()
-        self._learn(level)
-        self._before, self._settled = level, None
+        self._changes.changed(self._level())
         self._use(shares, next_step)
-        self._speeds.clear()
-        self._vague.clear()
-
-    def _settle(self, level: Level) -> None:
-        """Forget what is known of ranks that have become slower with the same samples."""
-        if self._settled is None:
-            self._learn(level)
-            self._settled = level
-            return
-        before = self._settled.seconds
-        ratios = [new / old for old, new in zip(before, level.seconds, strict=True)]
-        common = median([own for own in ratios if not math.isnan(own)] or [1.0])
-        # neither what the machine does to all is a rank's own, nor that it is as before while the machine is quicker
-        changes = [min(abs(own - 1), abs(own / common - 1)) for own in ratios]
-        pairs = enumerate(zip(changes, level.errors, strict=True))
-        others = [rank for rank, (change, error) in pairs if change > _OTHER + 3 * error]
-        if others:
-            self._changes = [change.without([r for r in others if ratios[r] > 1]) for change in self._changes]
-            now = zip(before, level.seconds, strict=True)
-            seconds = [new if rank in others else old for rank, (old, new) in enumerate(now)]
-            self._settled = replace(level, seconds=tuple(seconds))
-
-    def _learn(self, level: Level) -> None:
-        """This is what ranks take after the last change."""
-        if self._before is not None:
-            self._changes = [*self._changes, Change(self._before, level)][-_KEPT:]
-        self._before = None
+        self._measured.begin_anew()
 
     def _level(self) -> Level:
         """What ranks take with the present shares, as far as it is known."""
-        if not self._speeds:
-            nothing = (math.nan,) * len(self._shares)
-            return Level(tuple(map(float, self._shares)), nothing, nothing)
-        rows = torch.tensor(self._speeds, dtype=torch.float64)
-        speed = rows.nanmedian(dim=0).values
-        # the median's standard error, from the median absolute deviation; that of a few is none
-        spread, number = (rows - speed).abs().nanmedian(dim=0).values / speed, (~rows.isnan()).sum(dim=0)
-        errors = (1.2533 * 1.4826 * spread / number.sqrt()).where(number >= _FEW, math.nan).tolist()
-        vague = [2 * sum(column) >= len(column) for column in zip(*self._vague, strict=True)]
-        times = zip(self._shares, speed.tolist(), errors, vague, strict=True)
-        seconds = [
-            math.nan if unknown or not count or math.isnan(error) else count / own
-            for count, own, error, unknown in times
-        ]
-        return Level(tuple(map(float, self._shares)), tuple(seconds), tuple(errors))
+        return self._measured.level(self._shares)
 
     def _times(self, level: Level) -> dict[int, RankTime]:
         """Of each rank that something is dealt to; of one of which nothing is known, as of the others."""
         mean = self._total / len(self._active)
         counts = [float(share) or mean for share in self._shares]  # one that comes back has had none
-        usual_s = [count / speed for count, speed in zip(counts, self._typical(), strict=True)]
-        changes = self._changes if self._before is None else [*self._changes, Change(self._before, level)]
-        times = split(changes, mean, counts, usual_s)
+        usual_s = [count / speed for count, speed in zip(counts, self._measured.usual_speeds(), strict=True)]
+        times = split(self._changes.known(level), mean, counts, usual_s)
         return {rank: times[rank] for rank in sorted(self._active)}
-
-    def _typical(self) -> list[float]:
-        """Each rank's median speed, or the last one known; of a rank never seen, the others' median."""
-        if self._speeds:
-            medians = torch.tensor(self._speeds, dtype=torch.float64).nanmedian(dim=0).values.tolist()
-            pairs = zip(medians, self._last_known, strict=True)
-            self._last_known = [before if math.isnan(own) else own for own, before in pairs]
-        known = torch.tensor(self._last_known, dtype=torch.float64).nanmedian().item()
-        others = 1.0 if math.isnan(known) else known
-        return [others if math.isnan(own) else own for own in self._last_known]
 
     def _weights(self, table: Table) -> list[float]:
         """What each rank had in the step, by its own word: a loader that fetches ahead is late with new shares."""
@@ -413,14 +324,6 @@ def check_shares(
         raise ValueError(
             f"total={total}: must be a multiple of {multiple_of}, and {each} at least for each of {ranks} ranks"
         )
-
-
-def _plain(level: Level) -> list[list[float]]:
-    return [list(level.counts), list(level.seconds), list(level.errors)]
-
-
-def _level(plain: Sequence[Sequence[float]]) -> Level:
-    return Level(*map(tuple, plain))
 
 
 def _rounded_up(count: int, multiple_of: int) -> int:

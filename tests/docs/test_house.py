@@ -188,7 +188,7 @@ BUDGET = {
     "advise": 1860,
     "backward": 2320,
     "commands": 5240,
-    "data": 1600,
+    "data": 1670,
     "integrations": 1830,
     "lab": 5160,
     "links": 980,
