@@ -99,7 +99,8 @@ class Loads:
         then, self._has_batch = "loop_end" if before == "data" and self.are_known else before, False
         try:
             batch = call()
-            then, self._has_batch = "data" if before == "loop_end" else before, True
+            # after a pass, it is the batch of the step's next one
+            then, self._has_batch = "data" if before in ("loop_end", "backward") else before, True
             return batch
         finally:
             enter(then)

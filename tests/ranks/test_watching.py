@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -132,6 +133,59 @@ def test_each_second_is_in_the_phase_in_which_it_passed(tmp_path):
         assert (line["outside_s"], line["data_s"], line["wait_s"]) == (0.125 + 3 + 0.5, 0, 0)
         assert line["stage_s"] == [33, 53, 63]
         assert (line["compute_s"], line["microbatch_s"]) == (63, [63])
+
+
+def accumulate_timed(rank, folder, passes, ahead, is_ddp):
+    """A loop that loads a batch in 4 s and prepares it in 1 s, before its pass or after the pass before."""
+
+    class Loaded(torch.utils.data.Dataset):
+        def __len__(self):
+            return 5 * passes
+
+        def __getitem__(self, _):
+            Clock.now += 4.0
+            return torch.ones(4)
+
+    def fetch():
+        x = next(batches, None)
+        Clock.now += 1.0
+        return x
+
+    model = DistributedDataParallel(mlp()) if is_ddp else mlp()
+    optimizer = TimedOptimizer(model.parameters(), lr=0.1)
+    with straggle.Watch(model, folder, clock=lambda: Clock.now):
+        batches = iter(torch.utils.data.DataLoader(Loaded()))
+        x = fetch()
+        for _ in range(5):
+            for number in range(passes):
+                is_last = number == passes - 1
+                with model.no_sync() if is_ddp and not is_last else nullcontext():
+                    model(x).square().mean().backward()
+                if ahead or not is_last:
+                    x = fetch()
+            Clock.now += 0.125  # clipping
+            optimizer.step()
+            optimizer.zero_grad()
+            Clock.now += 2.0  # logging
+            if not ahead:
+                x = fetch()
+    return [json.loads(line) for line in (folder / "watch" / "rank0.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("is_ddp", [True, False], ids=["DDP", "a loop"])
+@pytest.mark.parametrize("ahead", [False, True], ids=["before its pass", "after the pass before"])
+@pytest.mark.parametrize("passes", [1, 2, 4])
+def test_batch_of_each_pass_of_a_step_is_loaded_and_prepared_and_not_between_its_passes(
+    passes, ahead, is_ddp, tmp_path
+):
+    _, _, *lines = run_forked(accumulate_timed, 1, tmp_path, passes, ahead, is_ddp)[0]
+    clear = lines[:-1]  # the last has no batch to fetch
+    assert len(clear) == 3
+    prepared_s = 1.0 if ahead else 0.0  # of the next step's first batch: before the optimizer nothing tells what it is
+    for line in clear:
+        assert line["data_s"] == passes * 5.0 - prepared_s
+        assert line["outside_s"] + line["wait_s"] == 0.125 + prepared_s
+        assert (line["loop_end_s"], line["optimizer_s"]) == (2.0, 0.25)
 
 
 def freeze_after_watching(rank, folder):

@@ -64,6 +64,7 @@ class StageEnds:
 
 
 _BETWEEN = "between"  # after a backward pass: what comes next tells what it was
+_LOADED = "loaded"  # the same, and a batch was loaded since: loading, if the step's next pass comes
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,7 @@ class Recorder:
         """DDP's own part of a forward pass begins: it copies buffers, for which ranks wait."""
         if torch.is_grad_enabled():
             self._synced, self._in_pass = synced, False
+            self._was("outside", loaded="data")
             self._mark("wait")
         else:
             self._evaluation()
@@ -130,7 +132,7 @@ class Recorder:
             return
         self._in_pass = False
         self._loads.pass_begins()
-        self._was("outside" if self._loads.are_known else "data")
+        self._was("outside" if self._loads.are_known else "data", loaded="data")
         self._mark("forward")
         if self._began is None:
             self._began = self._since
@@ -138,7 +140,7 @@ class Recorder:
     def _evaluation(self) -> None:
         self._loads.evaluated()
         if self.phase != "outside":
-            self._was(self._merge)
+            self._was("outside" if self._merge == "pass" else self._merge)
             self._mark("outside")
 
     def leave(self, output: Any) -> None:
@@ -205,12 +207,16 @@ class Recorder:
 
     def load(self, call: Callable[[], Any]) -> Any:
         """Load a batch by this call; after it the loop prepares that batch, if its passes come next."""
-        return self._loads.load(call, self.phase, self._mark)
+        is_between_passes = self._began is not None and self.phase in ("outside", _BETWEEN)
+        batch = self._loads.load(call, self.phase, self._mark)
+        if is_between_passes:
+            self._mark(_LOADED)
+        return batch
 
     def collective(self, call: Callable[[], Any]) -> Any:
         """Wait by this call for a collective of the loop's own; not if it may be the merge."""
         before = self.phase
-        if before in ("wait", "collective") or (before == _BETWEEN and self._merge == "wait"):
+        if before in ("wait", "collective") or (before in (_BETWEEN, _LOADED) and self._merge == "wait"):
             return call()
         self._mark("collective")
         try:
@@ -236,15 +242,17 @@ class Recorder:
         """End the running phase and begin another."""
         now = self._now()
         self._phases.setdefault(self.phase, []).append((self._since, now))
-        if self.phase != _BETWEEN:
+        if self.phase not in (_BETWEEN, _LOADED):
             self._detector.credit(self.phase)
         self.phase, self._since = phase, now
 
-    def _was(self, phase: str) -> None:
-        """If it was not clear yet what the running phase is: it was this."""
-        if self.phase == _BETWEEN:
-            self._phases.setdefault(phase, []).extend(self._phases.pop(_BETWEEN, ()))
-            self.phase = phase
+    def _was(self, phase: str, loaded: str | None = None) -> None:
+        """If it was not clear yet what has run since a pass: it was this, and ``loaded`` from a batch's loading on."""
+        for unclear, told in ((_BETWEEN, phase), (_LOADED, loaded or phase)):
+            if self.phase == unclear:
+                self.phase = told
+            if spans := self._phases.pop(unclear, None):
+                self._phases.setdefault(told, []).extend(spans)
 
     def _end_step(self) -> None:
         times = StepTimes(

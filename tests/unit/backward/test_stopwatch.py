@@ -75,6 +75,14 @@ def test_loading_is_told_from_the_rest_of_the_loop_once_a_loader_is_known(stopwa
     assert passed(stopwatch.read()) == {"data": 2.0 + 2 * (4.0 + 8.0 + 16.0), "loop_end": 2.0, "forward": 66.0}
 
 
+def test_batch_that_is_fetched_between_passes_of_a_block_is_loaded_and_prepared(stopwatch, clock):
+    stopwatch.load(int)
+    run(stopwatch, clock, "forward", 1.0, "backward", 2.0, "gradient", 4.0)
+    stopwatch.load(partial(run, stopwatch, clock, 8.0))
+    run(stopwatch, clock, 16.0, "forward", 1.0, "backward", 2.0, "gradient")
+    assert passed(stopwatch.read()) == {"forward": 2.0, "backward": 4.0, "outside": 4.0, "data": 24.0}
+
+
 def test_loader_that_is_at_its_end_gives_back_to_the_end_of_the_loop(stopwatch, clock):
     stopwatch.load(int)
     stopwatch.enter("forward")
