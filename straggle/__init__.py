@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from straggle.garbage import CollectGarbage
     from straggle.members.membership import JobDone
     from straggle.members.own.participants import MembersChanged
-    from straggle.members.replica_mesh import replica_mesh
+    from straggle.members.replica_mesh import ReplicaPlace, init_replica, replica_mesh
     from straggle.members.view import Elastic
     from straggle.merge.options import Merge
     from straggle.merge.wire.channel import PeerFailed
@@ -75,7 +75,7 @@ _PLACES = {
     "garbage": "CollectGarbage",
     "members.membership": "JobDone",
     "members.own.participants": "MembersChanged",
-    "members.replica_mesh": "replica_mesh",
+    "members.replica_mesh": "ReplicaPlace init_replica replica_mesh",
     "members.view": "Elastic",
     "merge.options": "Merge",
     "merge.wire.channel": "PeerFailed",
@@ -127,6 +127,7 @@ __all__ = [
     "RankReport",
     "Reach",
     "Rebalance",
+    "ReplicaPlace",
     "Shadow",
     "StageProfile",
     "StageReport",
@@ -137,6 +138,7 @@ __all__ = [
     "WaitForAll",
     "Watch",
     "Zero",
+    "init_replica",
     "measure_stages",
     "replica_mesh",
     "watch",

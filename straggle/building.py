@@ -38,7 +38,7 @@ from straggle.merge.saved_state import ResumeState, SharedMemory
 from straggle.merge.state.module_state import ModuleState
 from straggle.merge.wing import Wings
 from straggle.merge.wire.channel import Channel
-from straggle.merge.wire.groups import OWN_GROUP
+from straggle.merge.wire.groups import OWN_GROUP, ranks_of_job
 from straggle.report import MembersReport
 from straggle.source.replicated import ReplicatedSource
 
@@ -330,7 +330,7 @@ def _meet_replica(
     inside = Channel(
         world.dist.new_group(ranks, use_local_synchronization=True, group_desc=OWN_GROUP),
         give_up_s=give_up_s,
-        names=ranks,
+        names=ranks_of_job(ranks),
     )
     for name, tensor in copied_inside(module, len(ranks)):
         inside.broadcast(tensor, name=name)

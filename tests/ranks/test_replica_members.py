@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from members import Board, run_forked_job, run_job
 from ranks import Raised, run_forked
-from replicas import SHARDS, end, kill_in_forward, ranks_of, rest, sharded, start_again, train
+from replicas import SHARDS, end, kill_in_forward, ranks_of, rest, sharded, start_again, train, train_in_own_group
 from sharding import Blocks, batch, mesh_of, shard
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -46,6 +46,22 @@ def test_replica_of_a_killed_rank_leaves_and_comes_back_with_the_others_state(
     assert back[0] == back[1] > 10  # both go on from the same step
     first, second, *_ = results[0]["changes"]
     assert (list(first.left), list(second.joined), first.ranks) == ([1], [1], (0, 2))
+
+
+@pytest.mark.slow
+def test_replica_whose_ranks_alone_are_the_default_group_leaves_and_comes_back() -> None:
+    with run_job(6, train_in_own_group, replica_size=SHARDS) as job:
+        job.walk(10)
+        kill_in_forward(job, 3)
+        job.walk(10, ranks_of(0, 2))
+        raised = job.result(2)
+        assert isinstance(raised, Raised)
+        assert "its replica, ranks [2, 3], is no member" in raised.message  # as the job counts them
+        assert "rank 3 of it: no sign of life" in raised.message
+        start_again(job, 1)
+        job.walk(20)
+        results = end(job)
+    assert [own["first"] > 10 for own in results] == [False, False, True, True, False, False]
 
 
 @pytest.mark.slow
@@ -271,17 +287,20 @@ def _mesh_without(_rank: int) -> list[str]:
     said = []
     for size in ("0", "1"):
         os.environ["STRAGGLE_REPLICA_SIZE"] = size
-        with pytest.raises(RuntimeError) as raised:
-            straggle.replica_mesh()
-        said.append(str(raised.value))
+        for begin in (straggle.replica_mesh, straggle.init_replica):
+            with pytest.raises(RuntimeError, match=rf"^{begin.__name__}\(\) ") as raised:
+                begin()
+            said.append(str(raised.value))
     return said
 
 
 def test_mesh_of_a_replica_says_what_it_needs() -> None:
     """The example under `straggle launch` does as they say."""
-    ((launcher, group),) = run_forked(_mesh_without, 1)
-    assert "start the script by `straggle launch --nproc-per-node N --replica-size S`" in launcher
-    assert "leave init_process_group() out" in group
+    (said,) = run_forked(_mesh_without, 1)
+    for launcher in said[:2]:
+        assert "start the script by `straggle launch --nproc-per-node N --replica-size S`" in launcher
+    for group in said[2:]:
+        assert "leave init_process_group() out" in group
 
 
 def _other_shards(_rank: int) -> str:

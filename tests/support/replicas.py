@@ -15,6 +15,9 @@ from sharding import Blocks, batch, shard
 from torch.distributed.device_mesh import DeviceMesh
 
 import straggle
+from straggle.lab.world.store import PrefixStore
+from straggle.merge.wire.groups import begin_as_part
+from straggle.merge.wire.store import default_store
 from straggle.stop_signal import StopSignal
 
 SHARDS = 2
@@ -81,6 +84,17 @@ def train(
     told = {"requested": stop.requested, "peers_go_on": stop.peers_go_on}
     own = {"first": first, "hash": content.hexdigest(), "different": different, "changes": changes, "step": step}
     return {**own, **told}
+
+
+def train_in_own_group(rank: int, board: Board) -> dict[str, object]:
+    """The same if the default group has the ranks of this rank's replica alone, as `init_replica` makes it."""
+    store, num_ranks = default_store(), dist.get_world_size()
+    dist.destroy_process_group()
+    corner = PrefixStore(f"replica{rank // SHARDS}", store)
+    dist.init_process_group("gloo", store=corner, rank=rank % SHARDS, world_size=SHARDS)
+    begin_as_part(rank // SHARDS * SHARDS, num_ranks)
+    assert dist.get_world_size() == SHARDS
+    return train(rank, board)
 
 
 def _stay(rank: int, board: Board) -> None:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from straggle import world
+from straggle.merge.wire.groups import job_size
 from straggle.merge.wire.launcher_words import down, post_needs_all, will_not_come
 from straggle.merge.wire.store import default_store
 from straggle.waits import NowAndThen, until
@@ -46,7 +47,7 @@ def why_not_all(ranks: Sequence[int], own: int, limit_s: float) -> str:
     _num_wrapped.here[of_ranks := tuple(ranks)] += 1
     digest = hashlib.sha1(str(of_ranks).encode()).hexdigest()
     store = world.dist.PrefixStore(f"straggle/come/{digest}/{_start()}{_num_wrapped.here[of_ranks]}", default_store())  # type: ignore[attr-defined]
-    if len(ranks) == world.dist.get_world_size():
+    if len(ranks) == job_size():
         post_needs_all(store)
     store.set(str(own), "")
     store.add("number", 1)

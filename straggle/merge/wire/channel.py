@@ -39,6 +39,7 @@ from straggle.merge.wire.groups import (
     is_over,
     job_group,
     messages_at_a_time,
+    ranks_of_job,
     succeeds,
     time_limit_of,
 )
@@ -154,15 +155,16 @@ class Channel:
     def _meet(self, parent: dist.ProcessGroup) -> str:
         """Form the groups; returns the prefix in the store for these ranks' messages."""
         ranks = world.dist.get_process_group_ranks(parent)
+        names = ranks_of_job(ranks)
         check_answers(default_store(), self.give_up_s)
         limit = f"within {self.patience.words('outside')}"
         try:
-            if not (why := why_not_all(ranks, ranks[self.rank], self.patience.outside_s)):
+            if not (why := why_not_all(names, names[self.rank], self.patience.outside_s)):
                 return self._form(ranks, backend_of(parent))
         except RuntimeError as error:
-            raise self._without_groups(ranks) from error
+            raise self._without_groups(names) from error
         raise PeerFailed(
-            f"rank {self.name}, before step 0: {why}; each of ranks {ranks} has to wrap the model, {limit}"
+            f"rank {self.name}, before step 0: {why}; each of ranks {names} has to wrap the model, {limit}"
         )
 
     def widen(self) -> None:

@@ -6,8 +6,9 @@ import contextlib
 import ctypes
 import math
 import os
+import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -64,12 +65,47 @@ def job_group(group: dist.ProcessGroup | None) -> Any:
 
 def job_rank() -> int:
     """This process's rank among all that the job began with, whoever is there now."""
-    return int(job_group(world.dist.group.WORLD).rank())
+    return ranks_of_job([int(job_group(world.dist.group.WORLD).rank())])[0]
 
 
 def job_size() -> int:
     """How many ranks the job began with."""
-    return int(job_group(world.dist.group.WORLD).size())
+    return _parts.here.num_ranks if is_part_of_job() else int(job_group(world.dist.group.WORLD).size())
+
+
+def ranks_of_job(ranks: Iterable[int]) -> list[int]:
+    """Which of all that the job began with are these ranks of the default group."""
+    first = _parts.here.first if is_part_of_job() else 0
+    return [first + rank for rank in ranks]
+
+
+def is_part_of_job() -> bool:
+    """Whether the default group has the ranks of this rank's replica alone (`begin_as_part`)."""
+    return _parts.here.is_default()
+
+
+def begin_as_part(first: int, num_ranks: int) -> None:
+    """The default group, which was just made, has some of the job's ``num_ranks`` ranks: those from ``first`` on."""
+    _parts.here.begin(first, num_ranks)
+
+
+class _PartOfJob:
+    """Which of the job's ranks the default group has, if a replica made one of its own (`init_replica`)."""
+
+    def __init__(self) -> None:
+        self.first = self.num_ranks = 0
+        self._group: weakref.ref[Any] | None = None
+
+    def begin(self, first: int, num_ranks: int) -> None:
+        self.first, self.num_ranks = first, num_ranks
+        self._group = weakref.ref(world.dist.group.WORLD)
+
+    def is_default(self) -> bool:
+        """Whether that is the default group still: it may have been destroyed, and another one made."""
+        return self._group is not None and self._group() is world.dist.group.WORLD
+
+
+_parts = world.OfProcess(_PartOfJob)
 
 
 class JobGroup:
