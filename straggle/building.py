@@ -279,7 +279,6 @@ def _attach(members: Members, module: nn.Module, built: Built, hooks: MembersHoo
     parts = built.parts
     members.attach(
         parts.coordinator,
-        module,
         parts.state,
         max_buckets=len(parts.source.slots),
         on_changed=partial(_members_changed, weakref.ref(hooks), built.wings.stuck),

@@ -63,13 +63,12 @@ class Healing:
         rank: RankParts,
         coordinator: Coordinator,
         member: Member,
-        module: nn.Module,
         state: ModuleState,
         source: GradientSource,
     ) -> None:
         self._channel, self._membership = channel, channel.membership
         self._rank, self._coordinator, self._member = rank, coordinator, member
-        self._module, self._module_state, self._source = module, state, source
+        self._module_state, self._source = state, source
         self._registered: Mapping[str, Any] = {}
         self._arrival: _Arrival | None = None
         self._given_bytes = 0  # size of the state that was given last
@@ -280,7 +279,7 @@ class Healing:
 
     def _of_model(self, registered: Mapping[str, Any]) -> dict[str, Any]:
         """The state of the model and of these objects. Raises ``TypeError``, with the name, for one not to be sent."""
-        module, given = self._source.given(dict(self._module.state_dict())), dict[str, Any]()
+        module, given = self._source.given(self._source.module_state()), dict[str, Any]()
         for name, value in registered.items():
             state = value.state_dict()
             try:
@@ -330,7 +329,7 @@ class Healing:
         if self._arrival is arrival:  # or another view has let this rank in meanwhile, whose state is still to come
             self._arrival = None
         of_model = self._source.taken({name: state[name] for name in ("module", "registered")})
-        self._module_state.load_module(of_model["module"])
+        self._module_state.load_module(of_model["module"], self._source.load_module)
         for name, own in of_model["registered"].items():
             value = self._registered.get(name)
             if value is not None and (loaders_too or not is_loader(value)):

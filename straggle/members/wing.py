@@ -7,8 +7,6 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
-
 from straggle.members.ask_replica import AskReplica
 from straggle.members.completion import MembersCompletion
 from straggle.members.elastic import ElasticChannel
@@ -63,7 +61,6 @@ class Members(Wing):
     def attach(
         self,
         coordinator: Coordinator,
-        module: nn.Module,
         state: ModuleState,
         *,
         max_buckets: int,
@@ -81,7 +78,7 @@ class Members(Wing):
             self.member.judge_slow(slow)
         else:  # each shard has rows and links of its own: no replica is put out because it is slow
             vote.ask_too(AskReplica(self.member, self.channel.membership))
-        self.healing = healing = Healing(self.channel, self._rank, coordinator, self.member, module, state, source)
+        self.healing = healing = Healing(self.channel, self._rank, coordinator, self.member, state, source)
         events = MembershipEvents(healing.let_in, healing.leave_if_lost, on_changed, healing.is_back)
         self.own = self._own_collectives_of_default_group()
         self.regrouping = Regrouping(self.channel, self.member, events, max_buckets=max_buckets, own=self.own)

@@ -95,6 +95,14 @@ class ReplicatedSource:
         """Each merged gradient becomes its parameter's ``p.grad``."""
         put_gradients(zip(self.all, gradients, strict=True))
 
+    def module_state(self) -> dict[str, Any]:
+        """The module's ``state_dict``."""
+        return dict(self._module.state_dict())
+
+    def load_module(self, state: Mapping[str, Any]) -> None:
+        """Load another rank's."""
+        self._module.load_state_dict(state)
+
     def given(self, state: Any) -> Any:
         """As it is: each rank has all of it."""
         return state

@@ -41,6 +41,7 @@ from straggle.source.fsdp2 import (
     unwatch,
     watch,
 )
+from straggle.source.held_state import held_state, hold_state
 from straggle.source.kept import KeptGradients
 from straggle.source.replicated import ReplicatedSource
 from straggle.source.source import Slot
@@ -129,6 +130,13 @@ class ShardedSource(ReplicatedSource):
 
     def place(self, gradients: Sequence[Tensor | None]) -> None:
         put_gradients(zip(self._shards, gradients, strict=True))
+
+    def module_state(self) -> dict[str, Any]:
+        self._states.reshard()
+        return held_state(self._module)
+
+    def load_module(self, state: Mapping[str, Any]) -> None:
+        hold_state(self._module, state)
 
     def given(self, state: Any) -> Any:
         """This rank's shards of it, as plain tensors."""

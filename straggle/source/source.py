@@ -119,6 +119,12 @@ class GradientSource(Protocol):
     def place(self, gradients: Sequence[Tensor | None]) -> None:
         """Give every parameter its merged gradient, one for each slot; ``None``: it has none in this step."""
 
+    def module_state(self) -> dict[str, Any]:
+        """The module's state for a rank that comes back, as `load_module` there takes it."""
+
+    def load_module(self, state: Mapping[str, Any]) -> None:
+        """Load what `module_state` was on another rank."""
+
     def given(self, state: Any) -> Any:
         """A state of model and optimizer as it is sent to the rank with the same slots in another replica."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -320,15 +320,15 @@ class ModuleState:
 
     # -- what a rank that comes back must know
 
-    def load_module(self, state: Mapping[str, Tensor]) -> None:
-        """Load a peer's ``state_dict``, whose buffers may have got their shape since."""
+    def load_module(self, state: Mapping[str, Any], load: Callable[[Mapping[str, Any]], None]) -> None:
+        """Load a peer's state of the module, whose buffers may have got their shape since, by ``load(state)``."""
         for name, tensor in state.items():
             path, _, key = name.rpartition(".")
             with contextlib.suppress(AttributeError):
                 buffers = self._module.get_submodule(path)._buffers
                 if key in buffers and ((own := buffers[key]) is None or own.shape != tensor.shape):
                     buffers[key] = torch.empty_like(tensor, device=None if own is None else own.device)
-        self._module.load_state_dict(state)
+        load(state)
         # all of it is a peer's now, so no change of this rank's own is left to settle
         self._unsettled.clear()
         self._changed = []

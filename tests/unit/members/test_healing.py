@@ -34,7 +34,7 @@ def reasons(training_step: int, takes_part_from: int) -> list[str]:
         training=SimpleNamespace(step=training_step), merging=SimpleNamespace(takes_part_from=takes_part_from)
     )
     channel, member = SimpleNamespace(membership=membership), SimpleNamespace(fell_behind=False)
-    parts: list[Any] = [channel, rank, SimpleNamespace(), member, None, None, None]
+    parts: list[Any] = [channel, rank, SimpleNamespace(), member, None, None]
     healing = Healing(*parts)
     healing.let_in(LET_IN)
     healing.leave_if_lost()
