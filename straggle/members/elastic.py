@@ -24,7 +24,16 @@ from straggle.members.in_replica import ALONE, InReplica
 from straggle.members.membership import Membership, new_incarnation
 from straggle.members.view import Elastic, View
 from straggle.merge.wire.channel import Channel, GroupsChanged, PeerFailed
-from straggle.merge.wire.groups import GlooGroup, ProcessGroups, is_of_peer, is_over, is_part_of_job, job_rank, job_size, let_go
+from straggle.merge.wire.groups import (
+    GlooGroup,
+    ProcessGroups,
+    is_of_peer,
+    is_over,
+    is_part_of_job,
+    job_rank,
+    job_size,
+    let_go,
+)
 from straggle.merge.wire.long_wait import LongWait
 from straggle.merge.wire.store import check_answers, connect_all, default_store
 from straggle.waits import end_of, until
@@ -94,12 +103,13 @@ class ElasticChannel(Channel):
     def _take_place(self) -> tuple[InReplica, str]:
         """This process inside of its member, and the name that all processes of the member have."""
         self.rank, self.world_size = job_rank(), job_size()
-        if (replica := self._of_replica) is None:
-            if is_part_of_job():
-                raise ValueError(
-                    "members=Elastic() with a model that is not sharded, after init_replica(), whose ranks have one "
-                    "copy of the model together: call fully_shard() on it, or init_process_group() instead"
-                )
+        replica, beside = self._of_replica, world.dist.get_world_size()
+        if is_part_of_job() and (replica is None or replica.world_size != beside):
+            raise ValueError(
+                f"members=Elastic() after init_replica(), which began a replica of {beside} ranks, and the model is "
+                f"sharded over {1 if replica is None else replica.world_size}: call fully_shard() over all {beside}"
+            )
+        if replica is None:
             return ALONE, new_incarnation()
         inside = InReplica(replica.rank, replica.world_size)
         self.rank, self.world_size = self.rank // inside.size, self.world_size // inside.size

@@ -8,7 +8,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from straggle.backward.stages import trainable
-from straggle.merge.wire.groups import is_part_of_job
 from straggle.source.fsdp2 import check_reduction, check_version, is_copied, offloads, places_of, shard_of, units_of
 
 
@@ -27,11 +26,6 @@ def ranks_in_a_row(module: nn.Module) -> list[int]:
         raise ValueError(
             f"parameter {name} is sharded over ranks {sorted(replica)} of {world}, and without mesh= all replicas "
             "are as many ranks, one after the other: write fully_shard(..., mesh=straggle.replica_mesh())"
-        )
-    if size != world and is_part_of_job():
-        raise ValueError(
-            f"parameter {name} is sharded over {size} ranks, and init_replica() began a replica of {world}: shard the "
-            f"model over all of them, or start the script with --replica-size {size}"
         )
     _check_units(module, size)
     return ranks

@@ -77,6 +77,10 @@ ELSEWHERE = {
         "tests/docs/test_docs.py::test_replicas_example_goes_on_without_the_replica_whose_rank_dies"
     ),
     "leave init_process_group() out": "tests/ranks/test_replica_members.py::test_mesh_of_a_replica_says_what_it_needs",
+    "and the model is sharded over {}: call fully_shard() over all {}": (
+        "tests/ranks/test_replica_members.py::"
+        "test_replica_whose_ranks_alone_are_the_default_group_leaves_and_comes_back"
+    ),
     "shard it as a parameter, or keep it out of what you register": (
         "tests/ranks/test_replica_members.py::"
         "test_state_is_given_as_shards_and_what_is_sharded_as_no_parameter_is_refused"

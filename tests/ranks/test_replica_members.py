@@ -11,7 +11,18 @@ import torch
 import torch.distributed as dist
 from members import Board, run_forked_job, run_job
 from ranks import Raised, run_forked
-from replicas import SHARDS, end, kill_in_forward, ranks_of, rest, sharded, start_again, train, train_in_own_group
+from replicas import (
+    SHARDS,
+    end,
+    kill_in_forward,
+    own_group,
+    ranks_of,
+    rest,
+    sharded,
+    start_again,
+    train,
+    train_in_own_group,
+)
 from sharding import Blocks, batch, mesh_of, shard
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -62,6 +73,18 @@ def test_replica_whose_ranks_alone_are_the_default_group_leaves_and_comes_back()
         job.walk(20)
         results = end(job)
     assert [own["first"] > 10 for own in results] == [False, False, True, True, False, False]
+
+
+def _wrap_in_own_group(rank: int, _board: Board) -> None:
+    own_group(rank)
+    straggle.StagedDataParallel(Blocks(1), members=straggle.Elastic())
+
+
+def test_model_that_no_replica_shards_is_refused_in_a_group_of_its_own() -> None:
+    with run_job(4, _wrap_in_own_group, replica_size=SHARDS) as job:
+        raised = job.result(0)
+        assert isinstance(raised, Raised)
+        assert "began a replica of 2 ranks, and the model is sharded over 1: call fully_shard()" in raised.message
 
 
 @pytest.mark.slow

@@ -87,14 +87,19 @@ def train(
 
 
 def train_in_own_group(rank: int, board: Board) -> dict[str, object]:
-    """The same if the default group has the ranks of this rank's replica alone, as `init_replica` makes it."""
+    """The same if the default group has the ranks of this rank's replica alone."""
+    own_group(rank)
+    return train(rank, board)
+
+
+def own_group(rank: int) -> None:
+    """Make such a group the default, as `init_replica` does."""
     store, num_ranks = default_store(), dist.get_world_size()
     dist.destroy_process_group()
     corner = PrefixStore(f"replica{rank // SHARDS}", store)
     dist.init_process_group("gloo", store=corner, rank=rank % SHARDS, world_size=SHARDS)
     begin_as_part(rank // SHARDS * SHARDS, num_ranks)
     assert dist.get_world_size() == SHARDS
-    return train(rank, board)
 
 
 def _stay(rank: int, board: Board) -> None:
