@@ -28,6 +28,7 @@ OWN_GROUP = "straggle"  # the description of its groups, in torch's records of c
 _WORDS_OF_TRANSPORT = ("gloo/transport", "connect", "socket", "closure", "closed", "timed out", "timeout")
 _WATCHDOG_S = 60.0  # beyond twice the time that ranks wait for each other
 _POLL_S = 50e-6
+_parts = world.OfProcess(weakref.WeakKeyDictionary[Any, tuple[int, int]])  # by default groups (`begin_as_part`)
 _SMALL_MESSAGES = 4  # of which the quickest says what a small one takes: the first ones connect, and machines are busy
 
 
@@ -70,42 +71,24 @@ def job_rank() -> int:
 
 def job_size() -> int:
     """How many ranks the job began with."""
-    return _parts.here.num_ranks if is_part_of_job() else int(job_group(world.dist.group.WORLD).size())
+    own = job_group(world.dist.group.WORLD)
+    return int(own.size()) if (part := _parts.here.get(own)) is None else part[1]
 
 
 def ranks_of_job(ranks: Iterable[int]) -> list[int]:
     """Which of all that the job began with are these ranks of the default group."""
-    first = _parts.here.first if is_part_of_job() else 0
+    first, _ = _parts.here.get(job_group(world.dist.group.WORLD), (0, 0))
     return [first + rank for rank in ranks]
 
 
 def is_part_of_job() -> bool:
     """Whether the default group has the ranks of this rank's replica alone (`begin_as_part`)."""
-    return _parts.here.is_default()
+    return world.dist.group.WORLD in _parts.here
 
 
 def begin_as_part(first: int, num_ranks: int) -> None:
     """The default group, which was just made, has some of the job's ``num_ranks`` ranks: those from ``first`` on."""
-    _parts.here.begin(first, num_ranks)
-
-
-class _PartOfJob:
-    """Which of the job's ranks the default group has, if a replica made one of its own (`init_replica`)."""
-
-    def __init__(self) -> None:
-        self.first = self.num_ranks = 0
-        self._group: weakref.ref[Any] | None = None
-
-    def begin(self, first: int, num_ranks: int) -> None:
-        self.first, self.num_ranks = first, num_ranks
-        self._group = weakref.ref(world.dist.group.WORLD)
-
-    def is_default(self) -> bool:
-        """Whether that is the default group still: it may have been destroyed, and another one made."""
-        return self._group is not None and self._group() is world.dist.group.WORLD
-
-
-_parts = world.OfProcess(_PartOfJob)
+    _parts.here[world.dist.group.WORLD] = first, num_ranks
 
 
 class JobGroup:
