@@ -153,7 +153,7 @@ def loaded_by(statement: str) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("statement", "most_files", "most_lines"),
-    [("", 10, 1_000), ("straggle.StagedDataParallel", 100, 17_700)],  # lower them when less is loaded
+    [("", 10, 1_000), ("straggle.StagedDataParallel", 100, 17_730)],  # lower them when less is loaded
 )
 def test_what_is_loaded_before_a_model_is_wrapped_has_no_optional_part(
     statement: str, most_files: int, most_lines: int
