@@ -7,7 +7,6 @@ the same one again.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 import random
@@ -15,8 +14,10 @@ import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
+
+from straggle.lab.world.later import Later
 
 SWITCH_S = 5e-6  # of virtual time that passes until the next thread runs, in the mean
 OUTSIDE_S = 60.0  # real seconds after which a thread that runs must have asked the world for something
@@ -111,6 +112,42 @@ def _is_own(file: str) -> bool:
     return any(part in file for part in _OWN)
 
 
+class _Ready:
+    """The threads that may be chosen: they wait for nothing, their process lives, and nothing pauses them."""
+
+    def __init__(self) -> None:
+        self.paused: Counter[object] = Counter()  # ranks and threads that are not chosen, and for how many reasons
+        self.dead: set[int] = set()  # processes
+        self._threads: list[Thread] = []
+        self._num_paused = 0  # of the reasons
+        self._dead_seen = 0  # processes whose threads are no longer in the list
+
+    def add(self, thread: Thread) -> None:
+        """It waits for nothing."""
+        self._threads.append(thread)
+
+    def pause(self, who: object, number: int) -> None:
+        """So many reasons more not to choose this rank, or this thread."""
+        self.paused[who] += number
+        self._num_paused += number
+
+    def may_run(self) -> list[Thread]:
+        """Those that may be chosen now."""
+        if len(self.dead) != self._dead_seen:
+            self._dead_seen = len(self.dead)
+            self._threads = [thread for thread in self._threads if thread.process not in self.dead]
+        if not self._num_paused:
+            return self._threads
+        return [own for own in self._threads if not (self.paused[own.rank] or self.paused[own])]
+
+    def take(self, ready: list[Thread], number: int) -> Thread:
+        """That of these, which may be chosen, is: it is no longer among them."""
+        if ready is self._threads:
+            return ready.pop(number)
+        self._threads.remove(chosen := ready[number])
+        return chosen
+
+
 class Scheduler:
     """Threads, timers and the time of one world. ``longest_s``: virtual seconds after which it is `Broken`.
 
@@ -123,20 +160,15 @@ class Scheduler:
         self.now = 0.0
         self.num_switches = 0
         self.threads: list[Thread] = []
-        self.paused: Counter[object] = Counter()  # ranks and threads that are not chosen, and for how many reasons
-        self.dead: set[int] = set()  # processes
         self.digest = 0  # of who was chosen, and when: equal in all processes, as hashes of numbers are
         self._may_be_over = True  # something has happened after which nothing may be left: see `run`
         self._longest_s = longest_s
-        self._ready: list[Thread] = []
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._num_timers = 0
+        self._ready = _Ready()
+        self.dead = self._ready.dead  # processes
+        self._later = Later()
         self._current: Thread | None = None
         self._turn_of: Thread | None = None  # whose turn was the last one
         self.clocks: dict[int, tuple[float, float]] = {}  # by rank, what its clock shows at 0, and seconds a second
-        self._counted: list[tuple[int, int, Callable[[], None]]] = []  # ranks, how many of their turns, and what then
-        self._num_paused = 0  # of the reasons
-        self._dead_seen = 0  # processes whose threads are no longer ready
         self._caller = threading.Semaphore(0)  # the thread that has called `run`
         self._broken: Broken | None = None
         self._is_ending = False
@@ -159,7 +191,7 @@ class Scheduler:
         """It may be chosen from now on, and is of this process."""
         thread.begin(rank, process, len(self.threads))
         self.threads.append(thread)
-        self._ready.append(thread)
+        self._ready.add(thread)
 
     def check(self) -> Thread:
         """The thread that calls; raises `Ended` if it has ended."""
@@ -190,7 +222,7 @@ class Scheduler:
         if self._is_ending and self._is_left():
             return
         me = self.check()
-        self._ready.append(me)
+        self._ready.add(me)
         self._hand_over(me)
 
     def wait(self, waiters: list[Thread], timeout: float | None = None) -> bool:
@@ -225,16 +257,15 @@ class Scheduler:
 
     def hold(self, who: object) -> None:
         """Choose this rank, or this thread, no more until `let_go`."""
-        self._pause(who, 1)
+        self._ready.pause(who, 1)
 
     def let_go(self, who: object) -> None:
         """Choose it again, if nothing else holds it."""
-        self._pause(who, -1)
+        self._ready.pause(who, -1)
 
     def at(self, when: float, call: Callable[[], None]) -> None:
         """Call it then, between two threads' turns."""
-        self._num_timers += 1
-        heapq.heappush(self._timers, (when, self._num_timers, call))
+        self._later.at(when, call)
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
         """Call it so much later, between two threads' turns."""
@@ -242,10 +273,7 @@ class Scheduler:
 
     def after_turns(self, rank: int, number: int, call: Callable[[], None]) -> None:
         """Call it after so many turns of this rank's threads; with 0 at once."""
-        if number:
-            self._counted.append((rank, number, call))
-        else:
-            call()
+        self._later.after_turns(rank, number, call)
 
     def monotonic(self) -> float:
         """What the clock of the rank whose thread asks shows."""
@@ -313,13 +341,9 @@ class Scheduler:
         """Whether a finalizer calls, of what a process that was killed has left behind, after the end of the world."""
         return self._is_ending and not isinstance(threading.current_thread(), Thread)
 
-    def _pause(self, who: object, number: int) -> None:
-        self.paused[who] += number
-        self._num_paused += number
-
     def _wake(self, thread: Thread, token: object) -> None:
         if thread.is_woken(token) and thread.process not in self.dead:
-            self._ready.append(thread)
+            self._ready.add(thread)
 
     def _hand_over(self, me: Thread) -> None:
         if not self._next(me):
@@ -349,31 +373,22 @@ class Scheduler:
     def _choose(self) -> Thread | None:
         """The thread whose turn it is; ``None`` if the world is over."""
         self.num_switches += 1
-        if self._counted:
-            self._count()
+        self._later.turn_is_over(-1 if self._turn_of is None else self._turn_of.rank)
         self.now -= math.log(1.0 - self.random.random()) * SWITCH_S  # as expovariate does
         while not self._is_done():
-            if ready := self._may_run():
-                chosen = ready.pop(self._below(len(ready))) if ready is self._ready else self._picked(ready)
+            if ready := self._ready.may_run():
+                chosen = self._ready.take(ready, self._below(len(ready)))
                 self.digest = hash((self.digest, self.now, chosen.number))
                 return chosen
-            if not self._timers:
+            if (due := self._later.next_at) is None:
                 self.broken("no thread can go on, and no timer is left")
                 return None
-            self.now = max(self.now, self._timers[0][0])
+            self.now = max(self.now, due)
         return None
-
-    def _count(self) -> None:
-        """A turn is over."""
-        last = -1 if self._turn_of is None else self._turn_of.rank
-        counted, self._counted = [(rank, left - (rank == last), call) for rank, left, call in self._counted], []
-        for rank, left, call in counted:
-            self.after_turns(rank, left, call)
 
     def _is_done(self) -> bool:
         """Let timers come that are due; whether the world is over, or broken."""
-        while self._timers and self._timers[0][0] <= self.now:
-            heapq.heappop(self._timers)[2]()
+        self._later.let_come(self.now)
         if self._may_be_over:
             self._may_be_over = False
             if self._until():
@@ -382,22 +397,9 @@ class Scheduler:
             self.broken(f"not over after {self._longest_s} s")
         return self._broken is not None
 
-    def _picked(self, ready: Sequence[Thread]) -> Thread:
-        chosen = ready[self._below(len(ready))]
-        self._ready.remove(chosen)
-        return chosen
-
     def _below(self, number: int) -> int:
         """As ``randrange(number)``, which checks what it is given at length."""
         bits = number.bit_length()
         while (drawn := self.random.getrandbits(bits)) >= number:
             pass
         return drawn
-
-    def _may_run(self) -> list[Thread]:
-        if len(self.dead) != self._dead_seen:
-            self._dead_seen = len(self.dead)
-            self._ready = [thread for thread in self._ready if thread.process not in self.dead]
-        if not self._num_paused:
-            return self._ready
-        return [own for own in self._ready if not (self.paused[own.rank] or self.paused[own])]
