@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from straggle import world
 from straggle.backward.device import Device
 from straggle.report import PHASES, Phase
+
+
+class Limit(NamedTuple):
+    """``late_at``: by the host's clock, when this rank may be late in its step; ``num_passes``: of the step so far."""
+
+    late_at: float
+    num_passes: int
+
+
+class HostTimes(NamedTuple):
+    """A step by the host: seconds from entering it to each stage's end, and each micro-batch's; its cost."""
+
+    stage_s: tuple[float, ...]
+    microbatch_s: tuple[float, ...]
+    num_passes: int
+    cost: float = math.nan
 
 
 class Stopwatch:

@@ -16,26 +16,11 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
+from straggle.backward.clocks import HostTimes, Limit
 from straggle.backward.device import Device
 
 _DRIFT = 1e-4  # by which the clocks of host and device may differ
 _WINDOW = 3  # steps: a hiccup in one of them is no sign of a slow device, and a second one is
-
-
-class Limit(NamedTuple):
-    """``late_at``: by the host's clock, when this rank may be late in its step; ``num_passes``: of the step so far."""
-
-    late_at: float
-    num_passes: int
-
-
-class HostTimes(NamedTuple):
-    """A step by the host: seconds from entering it to each stage's end, and each micro-batch's; its cost."""
-
-    stage_s: tuple[float, ...]
-    microbatch_s: tuple[float, ...]
-    num_passes: int
-    cost: float = math.nan
 
 
 class DeviceTimes(NamedTuple):

@@ -10,10 +10,11 @@ import math
 import sys
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from straggle import world
+from straggle.backward.clocks import Limit
 from straggle.backward.device import Device
-from straggle.backward.device_clock import DeviceClock, Limit
 from straggle.merge.late.current_deadline import CurrentDeadline
 from straggle.merge.late.lateness import (
     Ask,
@@ -32,6 +33,9 @@ from straggle.merge.late.sides import MergeSide, TrainingSide
 from straggle.merge.round.round import Round
 from straggle.merge.wire.channel import Channel, PeerFailed
 from straggle.waits import end_of
+
+if TYPE_CHECKING:
+    from straggle.backward.device_clock import DeviceClock
 
 _log = logging.getLogger(__name__)
 _LOCK_S = 1.0  # nobody has the lock for so long who does not wait for a device

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from straggle.backward.clocks import Stopwatch
 from straggle.backward.device import Device, device_of
-from straggle.backward.device_clock import DeviceClock
 from straggle.backward.stages import StagePlan
 from straggle.merge.late.current_deadline import CurrentDeadline
 from straggle.merge.late.replica import Replica
@@ -21,6 +21,9 @@ from straggle.merge.rows.telemetry import Columns
 from straggle.merge.wire.channel import Channel
 from straggle.merge.wire.loop_collectives import LoopCollectives
 from straggle.source.source import Slot
+
+if TYPE_CHECKING:
+    from straggle.backward.device_clock import DeviceClock
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,8 @@ class RankParts:
             deadline.of_ranks(len(among))
         clock: DeviceClock | None = None
         if device.is_queued and deadline.late_handling.late_by == "device":
+            from straggle.backward.device_clock import DeviceClock
+
             between = deadline.late_handling.granularity == "microbatch"
             clock = DeviceClock(device, stopwatch.now, stand_in.limit_by_device, between_passes=between)
             stand_in.be_late_by(clock)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from straggle.backward.device_clock import DeviceClock, HostTimes
+from straggle.backward.clocks import HostTimes
 from straggle.merge.round.rank_parts import RankParts
 from straggle.merge.round.round import Contribution, Round, Submitted
 from straggle.merge.rows.device_numbers import NOTHING_ARRIVED
@@ -20,6 +21,9 @@ from straggle.policies.estimators import FillIn
 from straggle.report import CAUSES, PHASES, RankNumbers
 from straggle.source.kept import UNDECIDED
 from straggle.source.source import Slot
+
+if TYPE_CHECKING:
+    from straggle.backward.device_clock import DeviceClock
 
 
 class Submission:

@@ -20,7 +20,6 @@ from straggle.merge.state.averages import Averages
 from straggle.merge.state.exchange import NOTHING_GIVEN, Given
 from straggle.merge.state.held import BufferTables, Held, held_by
 from straggle.merge.state.others import Others
-from straggle.merge.state.queued_averages import QueuedAverages
 from straggle.merge.wire.contents import Fingerprint, digests, fingerprint, number_of
 
 _log = logging.getLogger(__name__)
@@ -59,7 +58,7 @@ class ModuleState:
     def __init__(self, module: nn.Module, choice: Buffers, rank: int, device: torch.device) -> None:
         self._module, self._rank, self._choice = module, rank, choice
         self._device = device
-        self._average: type[Averages] = QueuedAverages if device_of(device).is_queued else Averages
+        self._average = _queued_averages() if device_of(device).is_queued else Averages
         held = self._found()
         self._averages = self._averages_of(held)
         self._handles: list[RemovableHandle] = []
@@ -341,3 +340,10 @@ class ModuleState:
         """Go on from what `state_dict` gave on another rank."""
         if self._averages is not None:
             self._averages.load_state_dict(state)
+
+
+def _queued_averages() -> type[Averages]:
+    """Loaded where there is a device with a queue."""
+    from straggle.merge.state.queued_averages import QueuedAverages
+
+    return QueuedAverages

@@ -11,7 +11,8 @@ from queued_device import queued_device
 from torch import nn
 
 from straggle import StagedBackward
-from straggle.backward.device_clock import DeviceClock, HostTimes, LearnedSeconds, Limit, expected_end
+from straggle.backward.clocks import HostTimes, Limit
+from straggle.backward.device_clock import DeviceClock, LearnedSeconds, expected_end
 
 FORWARD_S, STAGE_S, NUM_STAGES = 1.0, 0.5, 4
 WHOLE_S = FORWARD_S + NUM_STAGES * STAGE_S

@@ -8,8 +8,8 @@ from clock import Clock
 from paced_device import PacedDevice
 
 from straggle import FixedDeadline, LateHandling
-from straggle.backward.clocks import Stopwatch
-from straggle.backward.device_clock import DeviceClock, HostTimes
+from straggle.backward.clocks import HostTimes, Stopwatch
+from straggle.backward.device_clock import DeviceClock
 from straggle.merge.late.current_deadline import CurrentDeadline
 from straggle.merge.late.sides import Entry, MergeSide, TrainingSide
 from straggle.merge.late.stand_in import StandIn
