@@ -225,14 +225,14 @@ MERGE = [
     Fault(
         "normalized-in-the-step-before",
         "merge/round/buffers.py",
-        "self._bad, self._merged, self._rank, self._sums = [], {}, -1, {}",
-        "self._bad, self._rank, self._sums = [], -1, {}",
+        "self._merged, self._again_bytes = {}, 0",
+        "self._again_bytes = 0",
     ),
     Fault(
         "not-finite-in-the-step-before",
-        "merge/round/buffers.py",
-        "self._bad, self._merged, self._rank, self._sums = [], {}, -1, {}",
-        "self._merged, self._rank, self._sums = {}, -1, {}",
+        "merge/round/finite.py",
+        "self._sums, self._bad = {}, []",
+        "self._sums = {}",
     ),
     Fault("gradient-of-the-step-before", "merge/round/buffers.py", "        self._clear_absent(flat, own)\n", ""),
     # -- counted twice

@@ -186,7 +186,7 @@ def test_name_that_the_package_has_not_is_an_error_with_the_name() -> None:
 # Lines of each package. A number goes down with its package; a commit that raises one says what the lines buy.
 BUDGET = {
     "advise": 1860,
-    "backward": 2320,
+    "backward": 2340,
     "commands": 5240,
     "data": 1670,
     "integrations": 1830,
@@ -194,7 +194,7 @@ BUDGET = {
     "links": 980,
     "loop": 2330,
     "members": 6800,
-    "merge": 9800,
+    "merge": 9830,
     "observe": 4920,
     "policies": 2750,
     "pools": 1400,

@@ -6,18 +6,27 @@ A contribution is scaled by ``1 / world_size`` as it is copied in, as DDP does, 
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from straggle.backward.stages import STAGE_BYTES, StagePlan, mean_over
-from straggle.merge.round.memory import ALIGN, Lent, NumbersWithData, PlainNumbers
+from straggle.merge.round.finite import FiniteGradients
+from straggle.merge.round.memory import (
+    ALIGN,
+    BucketMemory,
+    Flat,
+    NumbersWithData,
+    PlainNumbers,
+    RowNumbers,
+    between_parts,
+    view_of,
+)
 from straggle.merge.rows.device_numbers import Counts
 from straggle.merge.rows.telemetry import COLUMN, NONFINITE, OF_THE_CORE, Columns
 from straggle.merge.wire.groups import Group, ProcessGroups
@@ -41,49 +50,6 @@ class Share:
 
 FULL = Share(1.0, True)
 NOTHING = Share(0.0, False)
-
-
-@dataclass(frozen=True)
-class Flat:
-    """The ``gradients`` of one bucket that share a dtype and a device; ``tail``: their weights and presence flags.
-
-    The tail is fp32 or finer. ``wire``: the gradients as they travel, if that is not as they are.
-    ``plain_tail``: the tail as plain memory. ``large`` of the parameters are summed as they are copied, to see whether
-    they are finite; ``between`` is the rest. ``both``: gradients and tail, one tensor if they lie together.
-    """
-
-    parameters: tuple[int, ...]
-    gradients: Tensor
-    tail: Tensor
-    messages: tuple[Tensor, ...]
-    wire: Tensor | None
-    plain_tail: PlainNumbers
-    large: tuple[int, ...]
-    between: tuple[Tensor, ...]
-    both: tuple[Tensor, ...]
-
-    def all_reduce(self, groups: ProcessGroups) -> list[dist.Work]:
-        """Send its messages."""
-        return [groups.data.all_reduce(tensor) for tensor in self.messages]
-
-    def broadcast(self, groups: ProcessGroups, source: int) -> list[dist.Work]:
-        """The same, from the rank at place ``source``."""
-        return [groups.data.broadcast(tensor, source) for tensor in self.messages]
-
-
-@dataclass(frozen=True)
-class _Memory:
-    """What one bucket lies in. ``rows``: what of it is telemetry, if it is the last one; empty otherwise."""
-
-    flats: list[Flat]
-    lent: Lent
-    rows: Tensor
-
-    @staticmethod
-    def new(flats: list[Flat], views: Sequence[Tensor], rows: Tensor) -> _Memory:
-        """That of a bucket which nobody has used."""
-        own = (views[index] for flat in flats for index in flat.parameters)  # no list: that would have them
-        return _Memory(flats, Lent(own, (flat.gradients for flat in flats)), rows)
 
 
 def keep_freed_memory() -> None:
@@ -128,31 +94,34 @@ class StageBuffers:
         self.state = torch.zeros(num_state, dtype=torch.float64)
         self._memory_for = NumbersWithData(world_size, wire_dtype).place
         self._merged: dict[int, Share] = {}  # of the buckets that are normalized
-        self._sums: dict[int, float] = {}  # of large gradients to which nothing was added since
-        self._large: set[int] = set()
-        self._bad: list[Tensor] = []  # which of this rank's gradients were left out, if they were looked at
-        self._rank = -1  # whose row was written
         self._divisor = self._divides_by()
         self._scale = torch.tensor(1 / self._divisor)  # a tensor, because a number is made into one at each call
         self.views: list[Tensor] = [torch.empty(0)] * len(slots)
-        self.rows = torch.empty(0)
+        self._finite = FiniteGradients(self.views)
         self._stages = plan.buckets()
         buckets = [[index for stage in bucket for index in stage.parameters] for bucket in self._stages]
-        self._length = world_size * columns.row_length(len(plan.stages))
+        self._rows = RowNumbers(world_size, world_size * columns.row_length(len(plan.stages)))
         self._num_last = self._numbers_with_last()
-        self._buckets = [self._allocate(bucket, last=bucket is buckets[-1]) for bucket in buckets]
-        self._own_rows = array("f", bytes(4 * self._length))  # zeros but for this rank's row
-        self._with_last = self._place_of_rows(self.rows)
+        placed = [self._allocate(bucket, last=bucket is buckets[-1]) for bucket in buckets]
+        self._buckets = [flats for flats, _ in placed]
+        # before the rows are placed: what is set aside has no view of rows
+        self._memory = [BucketMemory.new(flats, self.views, rows) for flats, rows in placed]
+        self._rows.place(self._place_of_rows(placed[-1][1]))
         self._num_bytes = sum(map(self._bytes_of, range(len(buckets))))  # of all messages, sent once
         self._again_bytes = 0  # of those that are sent once more, in other groups
-        no_rows, last_bucket = torch.empty(0), self._buckets[-1]
-        self._memory = [
-            _Memory.new(flats, self.views, self.rows if flats is last_bucket else no_rows) for flats in self._buckets
-        ]
-        self._set_aside: dict[int, _Memory] = {}  # of some buckets, because the loop had a gradient in it
-        self.use_telemetry(self._with_last)
+        self._set_aside: dict[int, BucketMemory] = {}  # of some buckets, because the loop had a gradient in it
         for memory in self._memory:
             memory.lent.begin_use()
+
+    @property
+    def rows(self) -> Tensor:
+        """Those of all ranks, shape (ranks, columns)."""
+        return self._rows.table
+
+    @property
+    def telemetry(self) -> Tensor:
+        """The memory that the rows lie in, and what is sent with them."""
+        return self._rows.numbers
 
     def _divides_by(self) -> int:
         """What gradients are divided by as they are put in."""
@@ -160,7 +129,7 @@ class StageBuffers:
 
     def _numbers_with_last(self) -> int:
         """How many numbers the last bucket has beside its tail: the rows."""
-        return self._length
+        return self._rows.length
 
     def _place_of_rows(self, with_last: Tensor) -> Tensor:
         """Where the rows lie; ``with_last``: the numbers that the last bucket has beside its tail."""
@@ -172,25 +141,21 @@ class StageBuffers:
 
     def use_telemetry(self, numbers: Tensor) -> None:
         """Where ``rows`` lie, from here on to the end of the step."""
-        self.telemetry = numbers
-        self._plain = PlainNumbers(numbers)
-        self.rows = numbers[: self._length].view(self._world_size, -1)
+        self._rows.use(numbers)
 
     def begin(self) -> None:
         """A new step begins."""
         # all of it: the buffers are those of another step, and nothing of that may be counted in this one
-        self._bad, self._merged, self._rank, self._sums = [], {}, -1, {}
-        self._again_bytes = 0
-        if self.telemetry is not self._with_last:
-            self.use_telemetry(self._with_last)
+        self._merged, self._again_bytes = {}, 0
+        self._finite.begin()
+        self._rows.begin()
 
     def renew_held(self) -> None:
         """Use other memory for each bucket of which the loop has a gradient still: that one stays as it is.
 
         Between two steps, when no ``p.grad`` is among them.
         """
-        if self.telemetry is not self._with_last:
-            self.use_telemetry(self._with_last)
+        self._rows.use_usual()
         for number, memory in enumerate(self._memory):
             if not memory.lent.are_back:
                 self._renew(number)
@@ -205,15 +170,14 @@ class StageBuffers:
         last = number == len(self._buckets) - 1
         if other is None or not other.lent.are_free:
             indices = [index for flat in old.flats for index in flat.parameters]
-            flats = self._allocate(indices, last=last)
-            other = _Memory.new(flats, self.views, self.rows)
+            flats, rows = self._allocate(indices, last=last)
+            other = BucketMemory.new(flats, self.views, rows)
         self._memory[number], self._buckets[number] = other, other.flats
         order = (index for flat in other.flats for index in flat.parameters)
         for index, gradient in zip(order, other.lent.gradients, strict=True):
             self.views[index] = gradient
         if last:
-            self._with_last = self._place_of_rows(other.rows)
-        self.use_telemetry(self._with_last)
+            self._rows.place(self._place_of_rows(other.rows))
 
     def accumulate(
         self, index: int, gradient: Tensor, *, add: bool, weight: float = 1.0, complete: bool = False
@@ -226,11 +190,8 @@ class StageBuffers:
             self.views[index].add_(gradient, alpha=weight / self._divisor)
         else:
             torch.mul(gradient, self._scale if weight == 1.0 else weight / self._divisor, out=self.views[index])
-        if index in self._large:
-            if complete:  # a number: a tensor that stays would lie between freed gradients, and break up their memory
-                self._sums[index] = _sum(self.views[index])
-            else:
-                self._sums.pop(index, None)
+        if index in self._finite.large:
+            self._finite.added(index, complete=complete)
 
     def accumulate_together(self, own: Sequence[tuple[int, Tensor]], *, add: bool, weight: float = 1.0) -> None:
         """The same for several parameters and their gradients, by few kernels; the bits are the same too."""
@@ -254,15 +215,13 @@ class StageBuffers:
 
     def write_telemetry(self, rank: int, row: array[float]) -> None:
         """This rank's telemetry, before the last bucket goes."""
-        self._rank = rank
-        apart_bytes = 0 if self.telemetry is self._with_last else self.telemetry.nbytes
+        apart_bytes = self.telemetry.nbytes if self._rows.are_apart else 0
         row[_SENT_BYTES] = self._num_bytes + self._again_bytes + apart_bytes
-        self._own_rows[rank * len(row) : (rank + 1) * len(row)] = row
-        self._plain.write(self._own_rows)
+        self._rows.write(rank, row)
 
     def copy_rows(self) -> array[float]:
         """The merged rows, one after the other, for who goes on when these buffers are used again."""
-        return self._plain.copy(self._length)
+        return self._rows.copy()
 
     def all_reduce(
         self, bucket: int, shares: Mapping[int, Share], groups: ProcessGroups, weight: float = 1.0
@@ -279,7 +238,7 @@ class StageBuffers:
             if self._drop_nonfinite:
                 self._leave_out_nonfinite(flat)
             # the rows go with this bucket, the last one: all others were looked at before
-            if (self._bad or self.is_queued) and flat is self._buckets[-1][-1]:
+            if (self._finite.has_left_out or self.is_queued) and flat is self._buckets[-1][-1]:
                 self._count_nonfinite()
             # last before it goes: what travels is what is left after all that
             if flat.wire is not None:
@@ -318,8 +277,8 @@ class StageBuffers:
         return group.all_reduce(self.telemetry)
 
     def _count_nonfinite(self) -> None:
-        if self._bad and self._rank >= 0:  # otherwise the row has 0 already
-            self.rows[self._rank, NONFINITE] = torch.cat(self._bad).sum()
+        if self._finite.has_left_out and self._rows.rank >= 0:  # otherwise the row has 0 already
+            self.rows[self._rows.rank, NONFINITE] = self._finite.num_left_out()
 
     def num_messages(self, bucket: int) -> int:
         """How many messages a bucket goes in."""
@@ -339,7 +298,8 @@ class StageBuffers:
 
     def take_over(self, other: StageBuffers, lost: Collection[int]) -> None:
         """Copy what another has, but for the ``lost`` buckets, into these, which are zeros."""
-        self._bad, self._again_bytes = other._bad, other._again_bytes
+        self._again_bytes = other._again_bytes
+        self._finite.take_over(other._finite)
         for number, (mine, theirs) in enumerate(zip(self._buckets, other._buckets, strict=True)):
             for flat, its in zip(mine, theirs, strict=True):
                 if number in lost:
@@ -350,31 +310,8 @@ class StageBuffers:
                     flat.gradients.copy_(its.gradients)
 
     def _leave_out_nonfinite(self, flat: Flat) -> None:
-        """Make zeros with weight 0 of gradients that have elements which are not finite.
-
-        On a device all of a bucket are left out if one of them is such. That takes four kernels, without waiting for
-        the device; to mask each by itself takes one more for each, and launching them as long as the rest of the merge.
-        """
-        if flat.gradients.is_cuda:
-            if not len(flat.gradients):  # has no norm
-                return
-            bad = ~(torch.linalg.vector_norm(flat.gradients, math.inf) < math.inf)  # NaN is not less either
-            for data in flat.both:
-                data.masked_fill_(bad, 0.0)
-            self._bad.append(bad.expand(len(flat.parameters)))
-            return
-        # one pass over what was not summed yet is enough
-        summed = all(index in self._sums for index in flat.large)
-        sums = [self._sums[index] for index in flat.large] if summed else []
-        sums += [_sum(part) for part in (flat.between if summed else (flat.gradients,))]
-        if all(map(math.isfinite, sums)):
-            return
-        views = [self.views[index] for index in flat.parameters]
-        bad = torch.stack([~torch.isfinite(view).all() for view in views])
-        for view, is_bad in zip(views, bad.unbind(), strict=True):
-            view.masked_fill_(is_bad, 0.0)
-        flat.tail.view(2, -1).masked_fill_(bad, 0.0)
-        self._bad.append(bad)
+        """Make zeros with weight 0 of gradients of a bucket that have elements which are not finite."""
+        self._finite.leave_out(flat)
 
     def weights_in(self, bucket: int) -> tuple[float, ...]:
         """For each stage of a bucket, the mean weight over its elements of what is in it now."""
@@ -422,13 +359,13 @@ class StageBuffers:
     def _is_large(self, slot: Slot) -> bool:
         return self._drop_nonfinite and not self.by_few_kernels and slot.nbytes >= _LARGE_BYTES
 
-    def _allocate(self, indices: Sequence[int], *, last: bool) -> list[Flat]:
-        """Memory for the parameters of one bucket, or of the last one."""
+    def _allocate(self, indices: Sequence[int], *, last: bool) -> tuple[list[Flat], Tensor]:
+        """Memory for the parameters of one bucket; for the last one, also for the numbers that only this has."""
         slots = self._slots
         alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index in indices:
             alike.setdefault((slots[index].dtype, slots[index].device), []).append(index)
-        flats = []
+        flats, beside = list[Flat](), torch.empty(0)
         for position, ((dtype, device), own) in enumerate(alike.items()):
             starts, end = [], 0
             for index in own:
@@ -438,24 +375,19 @@ class StageBuffers:
             placed = self._memory_for(end, num_tail + (self._num_last if is_last else 0), dtype, device)
             data, messages, tail = placed.gradients, placed.messages, placed.numbers[:num_tail]
             for index, start in zip(own, starts, strict=True):
-                self.views[index] = _view(data, start, slots[index].tensor)
+                self.views[index] = view_of(data, start, slots[index].tensor)
             if is_last and len(self.state):
                 self.state = self.state.to(device)
                 messages = (*messages, self.state)
             ends = {i: (start, start + slots[i].numel) for i, start in zip(own, starts, strict=True)}
             large = tuple(i for i in own if self._is_large(slots[i]))
-            self._large |= set(large)
-            between, both = _between(data, [ends[i] for i in large]), placed.with_numbers(num_tail)
+            self._finite.sum_up(large)
+            between, both = between_parts(data, [ends[i] for i in large]), placed.with_numbers(num_tail)
             plain = PlainNumbers(tail)
             flats.append(Flat(tuple(own), data, tail, messages, placed.wire, plain, large, between, both))
-            self.rows = placed.numbers[num_tail:]
-        return flats
-
-
-def _sum(data: Tensor) -> float:
-    """Is finite if all elements are and it does not overflow."""
-    real = torch.view_as_real(data) if data.is_complex() else data
-    return float(real.sum(dtype=torch.float32).item())
+            if is_last:
+                beside = placed.numbers[num_tail:]
+        return flats, beside
 
 
 def _tails(flats: Sequence[Flat]) -> list[list[float]]:
@@ -465,23 +397,6 @@ def _tails(flats: Sequence[Flat]) -> list[list[float]]:
         ends = list(accumulate(len(flat.tail) for flat in flats))
         return [numbers[end - len(flat.tail) : end] for flat, end in zip(flats, ends, strict=True)]
     return [flat.plain_tail.tolist() for flat in flats]
-
-
-def _between(data: Tensor, parts: Iterable[tuple[int, int]]) -> tuple[Tensor, ...]:
-    """What lies between these parts, each from its start to its end, in order."""
-    edges = [0, *chain.from_iterable(parts), data.numel()]
-    return tuple(data[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end)
-
-
-def _view(data: Tensor, start: int, like: Tensor) -> Tensor:
-    """A gradient's place in the buffer, in the memory format of ``like``.
-
-    For autograd it is no view of the buffer: `detach_` works, and its version is its own.
-    """
-    for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-        if like.dim() == dims and like.is_contiguous(memory_format=layout):
-            return data.as_strided(like.size(), like.stride(), start).data
-    return data[start : start + like.numel()].view(like.shape).data
 
 
 def bytes_on_wire(slots: Iterable[Slot], wire_dtype: torch.dtype | None) -> int:

@@ -10,13 +10,16 @@ import ctypes
 import math
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from straggle.merge.wire.groups import ProcessGroups
 from straggle.policies.network.merge_time import largest_message_bytes
 
 ALIGN = 16  # elements: each gradient starts on a cache line
@@ -74,6 +77,23 @@ def cut(data: Tensor, num_replicas: int) -> tuple[Tensor, ...]:
     return tuple(data[start : start + size] for start in range(0, data.numel(), size))
 
 
+def between_parts(data: Tensor, parts: Iterable[tuple[int, int]]) -> tuple[Tensor, ...]:
+    """What lies between these parts, each from its start to its end, in order."""
+    edges = [0, *chain.from_iterable(parts), data.numel()]
+    return tuple(data[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end)
+
+
+def view_of(data: Tensor, start: int, like: Tensor) -> Tensor:
+    """A gradient's place in the buffer, in the memory format of ``like``.
+
+    For autograd it is no view of the buffer: `detach_` works, and its version is its own.
+    """
+    for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if like.dim() == dims and like.is_contiguous(memory_format=layout):
+            return data.as_strided(like.size(), like.stride(), start).data
+    return data[start : start + like.numel()].view(like.shape).data
+
+
 _FORMATS = {torch.float32: "f", torch.float64: "d"}
 
 
@@ -119,6 +139,54 @@ class PlainNumbers:
         return list(numbers.tolist())
 
 
+class RowNumbers:
+    """The rows of all ranks: beside the last bucket, or where `use` has them until the step's end. ``length``: of all.
+
+    ``numbers``: what lies there, of which the rows are the first.
+    """
+
+    def __init__(self, num_replicas: int, length: int) -> None:
+        self.length, self._num_replicas = length, num_replicas
+        self.rank = -1  # whose row was written
+        self._own = array("f", bytes(4 * length))  # zeros but for this rank's row
+        self.place(torch.zeros(length))
+
+    def place(self, numbers: Tensor) -> None:
+        """This is where they lie in each step."""
+        self._usual = numbers
+        self.use(numbers)
+
+    def use(self, numbers: Tensor) -> None:
+        """Where they lie from here on to the end of the step."""
+        self.numbers, self._plain = numbers, PlainNumbers(numbers)
+        self.table = numbers[: self.length].view(self._num_replicas, -1)
+
+    @property
+    def are_apart(self) -> bool:
+        """Whether they lie somewhere else than in each step."""
+        return self.numbers is not self._usual
+
+    def use_usual(self) -> None:
+        """They lie where they do in each step."""
+        if self.are_apart:
+            self.use(self._usual)
+
+    def begin(self) -> None:
+        """A new step begins."""
+        self.rank = -1
+        self.use_usual()
+
+    def write(self, rank: int, row: array[float]) -> None:
+        """This rank's."""
+        self.rank = rank
+        self._own[rank * len(row) : (rank + 1) * len(row)] = row
+        self._plain.write(self._own)
+
+    def copy(self) -> array[float]:
+        """One after the other, for who goes on when the memory is used again."""
+        return self._plain.copy(self.length)
+
+
 _num_references = sys.getrefcount
 _num_tensors = torch._C._storage_Use_Count
 
@@ -155,3 +223,46 @@ class Lent:
     def _count(self) -> tuple[int, ...]:
         """Two operations for each bucket, and one reference count for each gradient."""
         return sum(map(_num_references, self.gradients)), *map(_num_tensors, self._storages)
+
+
+@dataclass(frozen=True)
+class Flat:
+    """The ``gradients`` of one bucket that share a dtype and a device; ``tail``: their weights and presence flags.
+
+    The tail is fp32 or finer. ``wire``: the gradients as they travel, if that is not as they are.
+    ``plain_tail``: the tail as plain memory. ``large`` of the parameters are summed as they are copied, to see whether
+    they are finite; ``between`` is the rest. ``both``: gradients and tail, one tensor if they lie together.
+    """
+
+    parameters: tuple[int, ...]
+    gradients: Tensor
+    tail: Tensor
+    messages: tuple[Tensor, ...]
+    wire: Tensor | None
+    plain_tail: PlainNumbers
+    large: tuple[int, ...]
+    between: tuple[Tensor, ...]
+    both: tuple[Tensor, ...]
+
+    def all_reduce(self, groups: ProcessGroups) -> list[dist.Work]:
+        """Send its messages."""
+        return [groups.data.all_reduce(tensor) for tensor in self.messages]
+
+    def broadcast(self, groups: ProcessGroups, source: int) -> list[dist.Work]:
+        """The same, from the rank at place ``source``."""
+        return [groups.data.broadcast(tensor, source) for tensor in self.messages]
+
+
+@dataclass(frozen=True)
+class BucketMemory:
+    """What one bucket lies in. ``rows``: what of it is telemetry, if it is the last one; empty otherwise."""
+
+    flats: list[Flat]
+    lent: Lent
+    rows: Tensor
+
+    @staticmethod
+    def new(flats: list[Flat], views: Sequence[Tensor], rows: Tensor) -> BucketMemory:
+        """That of a bucket which nobody has used."""
+        own = (views[index] for flat in flats for index in flat.parameters)  # no list: that would have them
+        return BucketMemory(flats, Lent(own, (flat.gradients for flat in flats)), rows)

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from straggle.backward.stages import StagePlan
-from straggle.merge.round.buffers import Flat, Share, StageBuffers
-from straggle.merge.round.memory import PlainNumbers
+from straggle.merge.round.buffers import Share, StageBuffers
+from straggle.merge.round.memory import Flat, PlainNumbers
 from straggle.merge.rows.device_numbers import Counts
 from straggle.merge.rows.telemetry import OF_THE_CORE, Columns
 from straggle.merge.wire.groups import Group
@@ -60,7 +60,7 @@ class QueuedBuffers(StageBuffers):
             wire_dtype=wire_dtype,
             columns=columns,
         )
-        self._plain_known = PlainNumbers(self._control[self._length :])
+        self._plain_known = PlainNumbers(self._control[self._rows.length :])
         self._num_bytes += self._control.nbytes
         self._note_flats([flat for bucket in self._buckets for flat in bucket])
 
@@ -98,7 +98,7 @@ class QueuedBuffers(StageBuffers):
     def _place_of_rows(self, with_last: Tensor) -> Tensor:
         self._numbers = with_last  # of each parameter its weight; and how many ranks had nothing usable
         if not len(self._control):
-            self._control = torch.zeros(self._length + len(self._known))
+            self._control = torch.zeros(self._rows.length + len(self._known))
         return self._control
 
     def begin(self) -> None:
