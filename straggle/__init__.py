@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from straggle.data.micro_batches import MicroBatches
     from straggle.data.rebalance import Rebalance
     from straggle.garbage import CollectGarbage
-    from straggle.members.membership import JobDone
     from straggle.members.own.participants import MembersChanged
     from straggle.members.replica_mesh import ReplicaPlace, init_replica, replica_mesh
-    from straggle.members.view import Elastic
+    from straggle.members.views.membership import JobDone
+    from straggle.members.views.view import Elastic
     from straggle.merge.options import Merge
     from straggle.merge.wire.channel import PeerFailed
     from straggle.observe.watch.watch import Watch, watch
@@ -73,10 +73,10 @@ _PLACES = {
     "data.micro_batches": "MicroBatches",
     "data.rebalance": "Rebalance",
     "garbage": "CollectGarbage",
-    "members.membership": "JobDone",
+    "members.views.membership": "JobDone",
     "members.own.participants": "MembersChanged",
     "members.replica_mesh": "ReplicaPlace init_replica replica_mesh",
-    "members.view": "Elastic",
+    "members.views.view": "Elastic",
     "merge.options": "Merge",
     "merge.wire.channel": "PeerFailed",
     "observe.watch.watch": "Watch watch",

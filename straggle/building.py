@@ -44,7 +44,7 @@ from straggle.source.replicated import ReplicatedSource
 
 if TYPE_CHECKING:
     from straggle.links.job_pings import JobPings
-    from straggle.members.view import Elastic
+    from straggle.members.views.view import Elastic
     from straggle.members.wing import Members
     from straggle.pools.pulling import Pulling
     from straggle.replay.wing import Replay
@@ -205,7 +205,7 @@ def _columns() -> Columns:
 
 
 def _members(rank: RankParts) -> Members:
-    from straggle.members.elastic import ElasticChannel
+    from straggle.members.regrouped.elastic import ElasticChannel
     from straggle.members.wing import Members
 
     assert isinstance(rank.channel, ElasticChannel)
@@ -307,7 +307,7 @@ def _meet(
         channel = Channel(process_group, give_up_s=give_up_s)
         make_alike(module, wrapped, channel)
         return channel
-    from straggle.members.meeting import meet_members
+    from straggle.members.regrouped.meeting import meet_members
 
     return meet_members(members, wrapped, partial(make_alike, module, wrapped), give_up_s=give_up_s)
 
@@ -339,7 +339,7 @@ def _meet_replica(
         channel = Channel(copies, give_up_s=give_up_s, names=world.dist.get_process_group_ranks(copies))
         make_alike(module, wrapped, channel)
     else:
-        from straggle.members.meeting import meet_members
+        from straggle.members.regrouped.meeting import meet_members
 
         assert members is not None
         alike = partial(make_alike, module, wrapped)

@@ -45,7 +45,7 @@ from straggle.source.source import named_tensors
 from straggle.step import Pause, Step
 
 if TYPE_CHECKING:
-    from straggle.members.view import Elastic
+    from straggle.members.views.view import Elastic
     from straggle.replay.wing import Decision, Recording
 
 _log = logging.getLogger(__name__)

@@ -35,8 +35,8 @@ from straggle.lab.jobs import StagedJob
 from straggle.lab.process_group import process_group
 from straggle.lab.sharding import Sharded
 from straggle.members.agents import DO_NOT_RESTART
-from straggle.members.membership import JobDone, TooFewRanks
 from straggle.members.replica_mesh import REPLICA_SIZE, replica_mesh
+from straggle.members.views.membership import JobDone, TooFewRanks
 from straggle.merge.wire.channel import PeerFailed
 from straggle.merge.wire.groups import job_rank
 from straggle.merge.wire.store import StoreUnreachable, connect_all, default_store

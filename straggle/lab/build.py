@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from straggle.backward.stages import BalancedByTime
 from straggle.lab.faults import Fault
-from straggle.members.view import Elastic
+from straggle.members.views.view import Elastic
 from straggle.policies.estimators import Estimator
 
 

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from straggle.members.away import Away
-from straggle.members.membership import Membership
-from straggle.members.moved_round import Notes, RoundNotes, freeze, go_on, travels
+from straggle.members.healed.state_wire import StateRoom
 from straggle.members.notice import Notice
 from straggle.members.own.in_flight import InFlight
-from straggle.members.put_out import PutOut
+from straggle.members.regrouped.moved_round import Notes, RoundNotes, freeze, go_on, travels
 from straggle.members.rows import admits, admits_of, leaving_ranks
-from straggle.members.state_wire import StateRoom
-from straggle.members.view import MergeProgress, Repair, View
-from straggle.members.view_chain import Hold
+from straggle.members.slow.put_out import PutOut
+from straggle.members.views.membership import Membership
+from straggle.members.views.view import MergeProgress, Repair, View
+from straggle.members.views.view_chain import Hold
 from straggle.merge.round.rank_parts import RankParts
 from straggle.merge.round.round import Round
 from straggle.merge.rows.table import Table

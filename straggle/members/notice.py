@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any, final
 
 from straggle.members import agents
-from straggle.members.membership import Membership
 from straggle.members.rows import is_last, leaving_ranks
+from straggle.members.views.membership import Membership
 from straggle.merge.rows.table import Table
 from straggle.merge.wing import Departure
 

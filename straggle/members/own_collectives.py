@@ -11,8 +11,8 @@ import sys
 
 from torch.distributed.c10d_logger import _c10d_logger
 
-from straggle.members.membership import Membership
-from straggle.members.view import NOT_KNOWN, SLOW, Change, View
+from straggle.members.views.membership import Membership
+from straggle.members.views.view import NOT_KNOWN, SLOW, Change, View
 from straggle.merge.wire.channel import PeerFailed
 from straggle.merge.wire.groups import is_of_peer
 from straggle.stuck.frames import frames_of, place_of

@@ -7,18 +7,18 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from straggle.members.ask_replica import AskReplica
-from straggle.members.completion import MembersCompletion
-from straggle.members.elastic import ElasticChannel
-from straggle.members.healing import Healing
+from straggle.members.healed.ask_replica import AskReplica
+from straggle.members.healed.healing import Healing
 from straggle.members.member import Member
 from straggle.members.own.group import LoopGroup, give_back, take_place
 from straggle.members.own.in_flight import InFlight
 from straggle.members.own_collectives import OwnCollectives
-from straggle.members.probe import Probes
-from straggle.members.put_out import PutOut
-from straggle.members.regrouping import MembershipEvents, Regrouping
+from straggle.members.regrouped.completion import MembersCompletion
+from straggle.members.regrouped.elastic import ElasticChannel
+from straggle.members.regrouped.regrouping import MembershipEvents, Regrouping
 from straggle.members.rows import ADMITS, LEAVES, PROBE_NUMBER, PROBE_S, PROBED
+from straggle.members.slow.probe import Probes
+from straggle.members.slow.put_out import PutOut
 from straggle.merge.round.coordinator import Coordinator
 from straggle.merge.round.rank_parts import RankParts
 from straggle.merge.round.round import Round

@@ -12,7 +12,7 @@ from ranks import run_forked, staged
 from torch import nn
 
 from straggle import Elastic, JobDone, MembersReport
-from straggle.members.slow_members import AFTER_LOOKS
+from straggle.members.slow.slow_members import AFTER_LOOKS
 from straggle.observe.findings import advise
 from straggle.observe.numbers.run import read_run
 from straggle.observe.numbers.run_numbers import numbers_of

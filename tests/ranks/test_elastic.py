@@ -47,13 +47,13 @@ from straggle import (
 )
 from straggle.backward.stages import plan_stages
 from straggle.loop import model_parts
-from straggle.members import healing, state_wire
 from straggle.members import member as member_module
 from straggle.members.agents import over, post_stopped
-from straggle.members.elastic import ElasticChannel
-from straggle.members.pace import Pace
-from straggle.members.view import Leaving, Repair
-from straggle.members.view_chain import Hold
+from straggle.members.healed import healing, state_wire
+from straggle.members.healed.pace import Pace
+from straggle.members.regrouped.elastic import ElasticChannel
+from straggle.members.views.view import Leaving, Repair
+from straggle.members.views.view_chain import Hold
 from straggle.members.wing import Members
 from straggle.merge.late.current_deadline import CurrentDeadline
 from straggle.merge.late.replica import Replica

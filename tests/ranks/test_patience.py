@@ -13,7 +13,7 @@ from ranks import digest, logged, run_forked, staged
 from training import Signals, features, mlp
 
 from straggle import Elastic, LateHandling
-from straggle.members import elastic
+from straggle.members.regrouped import elastic
 from straggle.merge.wire import channel
 from straggle.merge.wire.groups import set_time_limit
 

@@ -14,8 +14,8 @@ from ranks import digest, staged
 from training import features, mlp
 
 from straggle import Elastic, world
-from straggle.members.put_out import PutOut
-from straggle.members.slow_members import AFTER_LOOKS
+from straggle.members.slow.put_out import PutOut
+from straggle.members.slow.slow_members import AFTER_LOOKS
 from straggle.merge.rows.table import Table
 from straggle.policies.network.rank_links import RankLink
 

@@ -12,7 +12,8 @@ from ranks import Raised
 from replicas import SHARDS, end, hold, hold_up, late, processes, ranks_of, start_again, train
 
 import straggle
-from straggle.members import agents, healing
+from straggle.members import agents
+from straggle.members.healed import healing
 
 LOSES = "loses"  # while this file exists, rank 3 loses the state that comes
 DEADLINE = straggle.QuantileDeadline(0.9, slack=1.5)

@@ -51,7 +51,7 @@ from straggle import (
 from straggle.backward import stages
 from straggle.lab.world.faults import Clock, Cut, Freeze, Kill, Notice, Stall, StoreAway
 from straggle.lab.world.run import Broken, Fault, Run, run_world
-from straggle.members.membership import TooFewRanks
+from straggle.members.views.membership import TooFewRanks
 
 LONGEST_S = 400.0
 DECAY = 0.5

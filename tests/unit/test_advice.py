@@ -24,7 +24,7 @@ from straggle.data.rebalance import check_shares
 from straggle.lab import faults
 from straggle.lab.simulate import communication, delays, pulled, units
 from straggle.lab.workloads import digits, paced, synthetic, text, workload
-from straggle.members import state_wire
+from straggle.members.healed import state_wire
 from straggle.merge.wire.contents import bytes_of
 from straggle.observe import metrics_endpoint
 from straggle.observe.numbers import run

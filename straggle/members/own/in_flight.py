@@ -15,10 +15,10 @@ from contextlib import suppress
 import torch
 
 from straggle import world
-from straggle.members.membership import Membership
 from straggle.members.own.collectives import Attempt, Begun, Call, Collective, Key, Place
 from straggle.members.own.participants import NOWHERE, MembersChanged, Number, Participants
-from straggle.members.view import View
+from straggle.members.views.membership import Membership
+from straggle.members.views.view import View
 from straggle.merge.wire.channel import PeerFailed
 from straggle.merge.wire.groups import GlooGroup, is_of_peer, is_over, succeeded
 from straggle.merge.wire.store import ANSWER_S

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from straggle.members.view import View
+from straggle.members.views.view import View
 from straggle.merge.wire.channel import ToRepeat
 
 Ranks = tuple[tuple[int, int], ...]  # each with the generation with which it came in, as this rank saw it

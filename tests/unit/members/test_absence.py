@@ -10,8 +10,8 @@ from functools import partial
 
 import pytest
 
-from straggle.members.absence import Seen, absence_gain, better_without, slow_in_link
-from straggle.members.slow_members import AFTER_S, AFTER_STEPS, RETURN_PROBES, SUSPECTED, Probe, SlowMembers
+from straggle.members.slow.absence import Seen, absence_gain, better_without, slow_in_link
+from straggle.members.slow.slow_members import AFTER_S, AFTER_STEPS, RETURN_PROBES, SUSPECTED, Probe, SlowMembers
 from straggle.policies.network.rank_links import RankLink
 
 USUAL_S, SLOW_S, MERGE_S = 0.1, 0.5, 0.02

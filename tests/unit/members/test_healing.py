@@ -16,8 +16,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from straggle import DealtLoader
-from straggle.members.healing import Healing, is_loader
-from straggle.members.view import View
+from straggle.members.healed.healing import Healing, is_loader
+from straggle.members.views.view import View
 
 LET_IN = View(3, {0: "a"}, job="j").with_joined({1: "b"}, step=9, giver=0)
 

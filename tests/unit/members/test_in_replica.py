@@ -12,12 +12,12 @@ import pytest
 import torch.distributed as dist
 
 from straggle.members.agents import Exited
-from straggle.members.ask_replica import AskReplica, all_have_state
-from straggle.members.failure_detector import key_of_end
-from straggle.members.in_replica import ALONE, InReplica
-from straggle.members.join_requests import JoinRequests
-from straggle.members.membership import Membership
-from straggle.members.view import DONE, Change, Elastic, View
+from straggle.members.healed.ask_replica import AskReplica, all_have_state
+from straggle.members.views.failure_detector import key_of_end
+from straggle.members.views.in_replica import ALONE, InReplica
+from straggle.members.views.join_requests import JoinRequests
+from straggle.members.views.membership import Membership
+from straggle.members.views.view import DONE, Change, Elastic, View
 
 LIMIT_S = 20.0
 VIEW = View(0, {0: "a", 1: "b"})

@@ -7,8 +7,8 @@ import json
 import pytest
 import torch.distributed as dist
 
-from straggle.members.join_requests import JoinRequests, Refused
-from straggle.members.view import View
+from straggle.members.views.join_requests import JoinRequests, Refused
+from straggle.members.views.view import View
 
 OURS = {"buffers": [], "options": {"merge": "Merge()"}, "straggle": "0.1.0", "torch": "2.13.0"}
 VIEW = View(0, {0: "a", 2: "c"})

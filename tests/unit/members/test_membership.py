@@ -13,10 +13,10 @@ import pytest
 import torch.distributed as dist
 
 from straggle.members.agents import Exited
-from straggle.members.heartbeat import UNANSWERED_S, Heartbeat
-from straggle.members.membership import JobDone, Membership, TooFewRanks
-from straggle.members.view import DONE, Change, Elastic, Leaving, View
-from straggle.members.view_chain import Hold, StoredView, ViewChain
+from straggle.members.views.heartbeat import UNANSWERED_S, Heartbeat
+from straggle.members.views.membership import JobDone, Membership, TooFewRanks
+from straggle.members.views.view import DONE, Change, Elastic, Leaving, View
+from straggle.members.views.view_chain import Hold, StoredView, ViewChain
 
 LIMIT_S = 20.0
 

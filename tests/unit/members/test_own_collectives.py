@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from straggle.members.in_replica import InReplica
 from straggle.members.own_collectives import OwnCollectives
-from straggle.members.view import DONE, TOO_FAR_BEHIND, Leaving, View
+from straggle.members.views.in_replica import InReplica
+from straggle.members.views.view import DONE, TOO_FAR_BEHIND, Leaving, View
 from straggle.merge.wire.channel import PeerFailed
 from straggle.stuck.states import INSTEAD
 

@@ -3,7 +3,7 @@
 import pytest
 from clock import Clock
 
-from straggle.members.pace import Pace
+from straggle.members.healed.pace import Pace
 
 
 def paused(pace, clock, sent_s):

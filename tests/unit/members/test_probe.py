@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from straggle.members.probe import AFTER_S, NEAR, NUM_STEPS, Probes
+from straggle.members.slow.probe import AFTER_S, NEAR, NUM_STEPS, Probes
 
 
 class Loop:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from straggle.members.put_out import PutOut
-from straggle.members.state_wire import decode, encode
-from straggle.members.view import Elastic, Leaving, View
+from straggle.members.healed.state_wire import decode, encode
+from straggle.members.slow.put_out import PutOut
+from straggle.members.views.view import Elastic, Leaving, View
 from straggle.merge.rows.telemetry import Column
 from straggle.policies.network.rank_links import RankLink
 

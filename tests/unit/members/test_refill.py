@@ -3,8 +3,8 @@
 import pytest
 import torch.distributed as dist
 
-from straggle.members.refill import GATHER_S, Refill, following
-from straggle.members.view import Change, Leaving, View
+from straggle.members.views.refill import GATHER_S, Refill, following
+from straggle.members.views.view import Change, Leaving, View
 from straggle.merge.wire.store import peek
 
 FIRST = View(0, {0: "a", 1: "b", 2: "c", 3: "d"}, job="j")

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from straggle.members.in_replica import ALONE
-from straggle.members.join_requests import JoinRequests
-from straggle.members.regrouping import MembershipEvents, Regrouping
-from straggle.members.view import Leaving, MergeProgress, View
-from straggle.members.view_chain import Hold
+from straggle.members.regrouped.regrouping import MembershipEvents, Regrouping
+from straggle.members.views.in_replica import ALONE
+from straggle.members.views.join_requests import JoinRequests
+from straggle.members.views.view import Leaving, MergeProgress, View
+from straggle.members.views.view_chain import Hold
 
 
 class FollowedOnce:

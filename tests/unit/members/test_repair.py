@@ -12,8 +12,8 @@ import torch
 from training import Chain
 
 from straggle.backward.stages import BUCKET_BYTES, Stage, StagePlan
-from straggle.members.moved_round import RoundNotes, freeze, go_on, travels
-from straggle.members.view import MergeProgress, Repair, progress_length, repair
+from straggle.members.regrouped.moved_round import RoundNotes, freeze, go_on, travels
+from straggle.members.views.view import MergeProgress, Repair, progress_length, repair
 from straggle.merge.round.buffers import StageBuffers
 from straggle.merge.round.round import Layout, Round, RoundTerms
 from straggle.policies.network import merge_time

@@ -3,9 +3,9 @@
 import pytest
 
 from straggle.members.agents import ENDED_AT, IS_SPARE
-from straggle.members.healing import since_its_end
-from straggle.members.membership import new_incarnation
-from straggle.members.view import OF_A_SPARE
+from straggle.members.healed.healing import since_its_end
+from straggle.members.views.membership import new_incarnation
+from straggle.members.views.view import OF_A_SPARE
 
 
 @pytest.mark.parametrize(("own", "what"), [({}, "it was started again"), ({IS_SPARE: "1"}, "a spare took its place")])

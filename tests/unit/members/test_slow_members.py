@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import pytest
 
-from straggle.members.absence import Seen, gradients_a_second
-from straggle.members.slow_members import AFTER_LOOKS, SlowMembers
+from straggle.members.slow.absence import Seen, gradients_a_second
+from straggle.members.slow.slow_members import AFTER_LOOKS, SlowMembers
 from straggle.policies.network.rank_links import RankLink
 
 FAST, NEARLY, HALF, NARROW = (RankLink(0.0002, rate, rate) for rate in (20e6, 15e6, 10e6, 1e6))

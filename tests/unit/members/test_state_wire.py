@@ -31,7 +31,7 @@ from torch.optim.lr_scheduler import (
 from torch.utils.data import SequentialSampler
 
 from straggle import LastOwn
-from straggle.members.state_wire import CHUNK_BYTES, MAX_DEPTH, Encoded, break_off, decode, encode, receive, send
+from straggle.members.healed.state_wire import CHUNK_BYTES, MAX_DEPTH, Encoded, break_off, decode, encode, receive, send
 from straggle.policies.history import History, HistoryWindow
 
 DTYPES = [

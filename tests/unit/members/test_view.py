@@ -5,7 +5,7 @@ import json
 import pytest
 
 from straggle import Elastic
-from straggle.members.view import DONE, OF_A_SPARE, STARTED_AGAIN, WATCHED, Change, Leaving, Silence, View, leader
+from straggle.members.views.view import DONE, OF_A_SPARE, STARTED_AGAIN, WATCHED, Change, Leaving, Silence, View, leader
 
 SILENT = Leaving("silent", "no sign of life")
 VIEW = View(3, {0: "0-a", 2: "1-b", 3: "0-c"}, (Change(1, False, "ended"), Change(2, True, "came back")), 7, 0)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from straggle import world
-from straggle.members.view import Change, View
+from straggle.members.views.view import Change, View
 from straggle.merge.wire.store import peek
 
 _KEY = "view"

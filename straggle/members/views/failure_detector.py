@@ -9,13 +9,13 @@ from typing import Any
 
 from straggle import world
 from straggle.members.agents import Exited, stopped
-from straggle.members.connections import Connections
-from straggle.members.heartbeat import BEAT_S, Heartbeat, signs_of, step_in
-from straggle.members.in_replica import ALONE, InReplica
-from straggle.members.join_requests import JoinRequests
-from straggle.members.refill import Refill
-from straggle.members.view import DONE, Elastic, Leaving, Silence, View, leader
-from straggle.members.view_chain import StoreEmptied, ViewChain
+from straggle.members.views.connections import Connections
+from straggle.members.views.heartbeat import BEAT_S, Heartbeat, signs_of, step_in
+from straggle.members.views.in_replica import ALONE, InReplica
+from straggle.members.views.join_requests import JoinRequests
+from straggle.members.views.refill import Refill
+from straggle.members.views.view import DONE, Elastic, Leaving, Silence, View, leader
+from straggle.members.views.view_chain import StoreEmptied, ViewChain
 from straggle.merge.wire.launcher_words import down
 from straggle.merge.wire.store import StoreUnreachable
 

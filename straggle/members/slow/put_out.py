@@ -17,11 +17,11 @@ from dataclasses import asdict, replace
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from straggle.members.absence import HALF, Seen, merge_s, slow_in_link
-from straggle.members.membership import Membership
 from straggle.members.rows import PROBE_NUMBER, PROBE_S, PROBED
-from straggle.members.slow_members import AFTER_STEPS, Probe, SlowMembers, Window
-from straggle.members.view import Leaving, View
+from straggle.members.slow.absence import HALF, Seen, merge_s, slow_in_link
+from straggle.members.slow.slow_members import AFTER_STEPS, Probe, SlowMembers, Window
+from straggle.members.views.membership import Membership
+from straggle.members.views.view import Leaving, View
 from straggle.merge.rows.table import Table
 from straggle.policies.network.rank_links import RankLink, others_link
 from straggle.policies.network.slow_links import compared, slow_in

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from straggle.members.member import Member
-from straggle.members.moved_round import Notes, without_lost
+from straggle.members.regrouped.moved_round import Notes, without_lost
 from straggle.members.rows import ADMITS
 from straggle.merge.round.merged_steps import Completion
 from straggle.merge.round.rank_parts import RankParts

@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from straggle.members.member import Member
-from straggle.members.membership import Membership
-from straggle.members.view import leader
+from straggle.members.views.membership import Membership
+from straggle.members.views.view import leader
 from straggle.merge.wire.store import peek
 from straggle.waits import until
 

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from straggle import world
-from straggle.members.elastic import ElasticChannel
 from straggle.members.member import Member
-from straggle.members.membership import JobDone, TooFewRanks
 from straggle.members.own.in_flight import InFlight
-from straggle.members.view import Leaving, MergeProgress, Silence, View, progress_length, repair
-from straggle.members.view_chain import Hold
+from straggle.members.regrouped.elastic import ElasticChannel
+from straggle.members.views.membership import JobDone, TooFewRanks
+from straggle.members.views.view import Leaving, MergeProgress, Silence, View, progress_length, repair
+from straggle.members.views.view_chain import Hold
 from straggle.merge.wire.channel import GroupsChanged, PeerFailed
 from straggle.merge.wire.store import StoreUnreachable
 from straggle.report import MembersReport

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from straggle.members.view import MergeProgress, Repair
+from straggle.members.views.view import MergeProgress, Repair
 from straggle.merge.round.buffers import StageBuffers
 from straggle.merge.round.round import Round
 from straggle.merge.rows.telemetry import Row

@@ -8,8 +8,8 @@ from dataclasses import asdict
 
 import torch
 
-from straggle.members.elastic import ElasticChannel, MetAnew
-from straggle.members.view import Elastic
+from straggle.members.regrouped.elastic import ElasticChannel, MetAnew
+from straggle.members.views.view import Elastic
 from straggle.merge.alike import Wrapped
 from straggle.merge.wire.channel import Channel
 from straggle.version import __version__

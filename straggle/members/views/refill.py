@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from straggle import world
-from straggle.members.in_replica import ALONE, InReplica
-from straggle.members.view import View
+from straggle.members.views.in_replica import ALONE, InReplica
+from straggle.members.views.view import View
 from straggle.merge.wire.store import peek
 
 GATHER_S = 5.0  # for members to find the store again; each tries every second

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from straggle import world
 from straggle.members.agents import Exited, exited
-from straggle.members.in_replica import ALONE, InReplica
-from straggle.members.membership import Membership, new_incarnation
-from straggle.members.view import Elastic, View
+from straggle.members.views.in_replica import ALONE, InReplica
+from straggle.members.views.membership import Membership, new_incarnation
+from straggle.members.views.view import Elastic, View
 from straggle.merge.wire.channel import Channel, GroupsChanged, PeerFailed
 from straggle.merge.wire.groups import (
     GlooGroup,

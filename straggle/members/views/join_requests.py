@@ -6,8 +6,8 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from straggle.members.in_replica import ALONE, InReplica
-from straggle.members.view import View
+from straggle.members.views.in_replica import ALONE, InReplica
+from straggle.members.views.view import View
 
 _VERSIONS = ("straggle", "torch")  # of which the options and the state of a job are
 

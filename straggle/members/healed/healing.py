@@ -24,12 +24,12 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from straggle import world
 from straggle.members.agents import ENDED_AT, IS_SPARE
-from straggle.members.ask_replica import all_have_state
-from straggle.members.elastic import ElasticChannel
+from straggle.members.healed.ask_replica import all_have_state
+from straggle.members.healed.pace import Pace
+from straggle.members.healed.state_wire import Encoded, break_off, check_sendable, encode, receive, send
 from straggle.members.member import Member
-from straggle.members.pace import Pace
-from straggle.members.state_wire import Encoded, break_off, check_sendable, encode, receive, send
-from straggle.members.view import TOO_FAR_BEHIND, Leaving, View
+from straggle.members.regrouped.elastic import ElasticChannel
+from straggle.members.views.view import TOO_FAR_BEHIND, Leaving, View
 from straggle.merge.round.coordinator import Coordinator
 from straggle.merge.round.rank_parts import RankParts
 from straggle.merge.state.module_state import ModuleState

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from straggle.members.absence import (
+from straggle.members.slow.absence import (
     Seen,
     absence_gain,
     better_without,

@@ -18,14 +18,14 @@ from typing import Any
 
 from straggle import world
 from straggle.members.agents import IS_SPARE, Exited, over, post_over
-from straggle.members.connections import Connections
-from straggle.members.failure_detector import FailureDetector, key_of_end
-from straggle.members.heartbeat import Heartbeat, signs_of, step_in
-from straggle.members.in_replica import ALONE, InReplica
-from straggle.members.join_requests import JoinRequests
-from straggle.members.refill import Refill
-from straggle.members.view import DONE, NOTICE, OF_A_SPARE, Elastic, Leaving, View
-from straggle.members.view_chain import StoredView, StoreEmptied, ViewChain
+from straggle.members.views.connections import Connections
+from straggle.members.views.failure_detector import FailureDetector, key_of_end
+from straggle.members.views.heartbeat import Heartbeat, signs_of, step_in
+from straggle.members.views.in_replica import ALONE, InReplica
+from straggle.members.views.join_requests import JoinRequests
+from straggle.members.views.refill import Refill
+from straggle.members.views.view import DONE, NOTICE, OF_A_SPARE, Elastic, Leaving, View
+from straggle.members.views.view_chain import StoredView, StoreEmptied, ViewChain
 from straggle.merge.wire.arrivals import LongArrival
 from straggle.merge.wire.channel import PeerFailed
 from straggle.merge.wire.launcher_words import down

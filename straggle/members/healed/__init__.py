@@ -1,0 +1,1 @@
+"""The state that a member gets when it comes back."""

@@ -1,0 +1,1 @@
+"""Groups of the members, and the step that runs while these change."""

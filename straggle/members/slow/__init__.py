@@ -1,0 +1,1 @@
+"""Members whose work or link is slow: put out, and let in again."""
