@@ -271,7 +271,7 @@ class Step:
         if self._is_merged:
             raise RuntimeError(LOG_AFTER_MERGE)
         for name, value in scalars.items():
-            if isinstance(value, Tensor) and self._coordinator.leaves_on_device(value):
+            if isinstance(value, Tensor) and self.leaves_on_device(value):
                 self.on_device[name] = _copied(value)
                 self.scalars.pop(name, None)
             else:
@@ -280,6 +280,10 @@ class Step:
         if (number := len(self.scalars) + len(self.on_device)) > MAX_SCALARS:
             raise ValueError(f"{number} scalars in one step: at most {MAX_SCALARS}")
         self._names.log(scalars)
+
+    def leaves_on_device(self, value: Tensor) -> bool:
+        """Whether the value of this scalar comes in a later report, because the host would wait for its device."""
+        return self._coordinator.leaves_on_device(value)
 
     def stop(self) -> None:
         """Stop this rank's pass at its next stage, as if its deadline were over; from any thread."""

@@ -7,6 +7,7 @@ trainer.train()
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -27,10 +28,12 @@ from straggle.parallel import StagedDataParallel
 from straggle.step import Step
 
 with needs_extra("transformers"):
+    from accelerate.utils import send_to_device
     from transformers import Trainer, TrainerCallback
     from transformers.training_args import ParallelMode
 
 _LOSS = "weighted_loss", "weight"  # scalars of a rank's step; the ratio of their means is logged
+_NORM = "grad_norm_before"  # a scalar, too: that of the step before, if its device has yet to tell it
 _NO_TOKENS = 1e-6  # tokens of a rank whose labels are all masked: its gradients are zero
 
 
@@ -70,6 +73,7 @@ class StagedTrainerMixin:
     model_wrapped: nn.Module
     _globalstep_last_logged: int
     _total_loss_scalar: float
+    _tr_loss: Tensor
 
     def __init__(self, *positional: Any, **words: Any) -> None:
         # all names are ours: the class behind has private ones, too
@@ -77,8 +81,11 @@ class StagedTrainerMixin:
         self._staged_members: TrainerMembers | None = None
         self._staged: StagedDataParallel | None = None
         self._staged_accumulation, self._staged_scalars = Accumulation(), StepScalars()
-        self._staged_merged_loss = 0.0  # mean of the last step, over ranks
-        self._staged_loss = torch.zeros(())  # sum over the open step's micro-batches, weighted
+        self._staged_merged_loss: float | None = None  # mean of the last step of which it is known, over ranks
+        self._staged_loss: float | Tensor = 0.0  # sum over the open step's micro-batches, weighted
+        self._staged_sums_on_host = False  # the base class's sum of losses is there
+        self._staged_norm: Tensor | None = None  # of the last step's gradients, if only their device has it
+        self._staged_known_norm: float | None = None  # of the last step of which it has told
         self._staged_num_finished = 0
         self._staged_micro_batch: _MicroBatch | None = None  # whose training_step runs
         self._staged_last_loss, self._staged_gives_more = LastLoss(), False  # compute_loss gives more than a loss
@@ -125,13 +132,24 @@ class StagedTrainerMixin:
         members = self._staged_members
         with contextlib.nullcontext() if members is None else members.training_loader():
             loader = super().get_train_dataloader()  # type: ignore[misc]
-        if self._staged_takes_part() and type(loader).__name__ == "DataLoaderDispatcher":
+        if not self._staged_takes_part():
+            return loader
+        if type(loader).__name__ == "DataLoaderDispatcher":
             raise ValueError(
                 "this loader reads on one rank and sends to the others, which would wait for it in every batch: set "
                 'accelerator_config={"dispatch_batches": False}; each rank then reads all of the stream, as it is, and '
                 "keeps its own batches"
             )
+        if members is None and hasattr(loader, "device"):
+            loader.device = None  # it would wait for each copy: `get_batch_samples` copies
         return loader
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        """As the base class; tokens are counted before the batches are copied to the device, which nobody waits for."""
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
+        if self._staged_takes_part():
+            batches = [send_to_device(batch, device, non_blocking=True) for batch in batches]
+        return batches, num_items
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
         if not training or not self._staged_takes_part():
@@ -141,6 +159,7 @@ class StagedTrainerMixin:
             model = self.accelerator.prepare_model(model, evaluation_mode=True)
         self._staged = wrapped(model, self._staged_options)
         self._staged.register_step_hook(self._staged_merged)
+        self._staged_merged_loss = self._staged_norm = self._staged_known_norm = None
         self._staged.register_forward_pre_hook(ModuleHook(self._staged_before_forward))
         return self._staged
 
@@ -152,6 +171,9 @@ class StagedTrainerMixin:
 
     def _run_epoch(self, **words: Any) -> None:
         """As the base class; a process that comes late, or goes on from a checkpoint, is in the middle of one."""
+        if self._staged_takes_part():
+            # merged losses are on the host, and it looks at each whether it is a number
+            self._tr_loss, self._staged_sums_on_host = self._tr_loss.cpu(), True
         if (members := self._staged_members) is not None:
             per_epoch = words["num_update_steps_per_epoch"]
             if not (left := members.steps_left(words["epoch"], per_epoch)):
@@ -173,12 +195,16 @@ class StagedTrainerMixin:
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """The number of items of this rank alone, which is its weight in the merge."""
-        num_items = super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
-        if num_items is None or not self._staged_averages_tokens:
-            self._staged_tokens = None
+        if not self._staged_takes_part():
+            return super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
+        num_items = super()._get_num_items_in_batch(batch_samples, torch.device("cpu"))  # type: ignore[misc]
+        self._staged_tokens = None
+        if num_items is not None and self._staged_averages_tokens:
+            self._staged_tokens = float(num_items) or _NO_TOKENS
+            num_items = max(num_items, 1)  # the divisor of an empty loss
+        if not isinstance(num_items, Tensor):
             return num_items
-        self._staged_tokens = float(num_items) or _NO_TOKENS
-        return max(num_items, 1)  # the divisor of an empty loss
+        return torch.full((), num_items.item(), dtype=num_items.dtype, device=device)  # no copy, which would wait
 
     def train(self, *positional: Any, **words: Any) -> Any:
         """Train as the base class does, with ``training_step`` and ``compute_loss`` as parts of a step."""
@@ -205,15 +231,23 @@ class StagedTrainerMixin:
             self._staged_micro_batch = None
         step = micro_batch.step  # it begins here if nothing was computed
         if loss is not None and not step.late:
-            self._staged_loss += loss.cpu()
+            self._staged_loss = self._staged_loss + loss.detach().to(torch.float64)
             self._staged_num_finished += 1
         if not is_last:
-            return torch.zeros((), device=self.args.device)
+            return self._staged_number(0.0)
+        mean: float | Tensor = 0.0
         if self._staged_num_finished:  # missing micro-batches are assumed to be like the others
-            mean = float(self._staged_loss) * step.num_microbatches / self._staged_num_finished
-            step.log(**dict(zip(_LOSS, (mean * step.weight, step.weight), strict=True)))
+            mean = torch.as_tensor(self._staged_loss * step.num_microbatches / self._staged_num_finished)
+            weight = torch.full_like(mean, step.weight)  # a tensor as the loss is: a device tells both at once
+            step.log(**dict(zip(_LOSS, (mean * weight, weight), strict=True)))
         step.end()
-        return torch.tensor(self._staged_merged_loss, device=self.args.device)
+        if self._staged_merged_loss is None:  # a device tells it a step later
+            return self._staged_number(float(mean))
+        return self._staged_number(self._staged_merged_loss)
+
+    def _staged_number(self, loss: float) -> Tensor:
+        """It as the base class adds it up."""
+        return torch.tensor(loss) if self._staged_sums_on_host else torch.full((), loss, device=self.args.device)
 
     def _staged_compute_loss(self, base: Callable[..., Any], model: nn.Module, *inputs: Any, **words: Any) -> Any:
         """The base class's, which a late rank leaves; it then has its last loss, which leads to no parameter."""
@@ -252,16 +286,21 @@ class StagedTrainerMixin:
         weight = None if self._staged_tokens is None or not begins else self._staged_weight(self._staged_tokens)
         step = self._staged_accumulation.step_of(model, num_expected, is_last=is_last)
         if begins:
-            self._staged_loss, self._staged_num_finished = torch.zeros(()), 0
+            self._staged_loss, self._staged_num_finished = 0.0, 0
+            if self._staged_norm is not None and step.leaves_on_device(self._staged_norm):
+                step.log(**{_NORM: self._staged_norm})
         if weight is not None:
             step.weight = weight
         return step
 
     def _staged_merged(self, record: StepRecord) -> None:
         self._staged_scalars.add(record.report)
-        weighted, weight = (record.report.scalars.get(name) for name in _LOSS)
-        if weighted is not None and weight:
+        scalars, awaited = record.report.scalars, record.awaited
+        weighted, weight = (scalars.get(name, math.nan) for name in _LOSS)
+        if weight > 0:
             self._staged_merged_loss = weighted / weight
+        if _NORM in scalars.keys() - awaited:
+            self._staged_known_norm = scalars[_NORM]
 
     def _staged_weight(self, tokens: float) -> float:
         """They over rank 0's in the first step: a rank with as many has weight 1, as with DDP, bit for bit."""
@@ -278,6 +317,7 @@ class StagedTrainerMixin:
             return
         if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
             self._staged_log_merged(tr_loss, grad_norm, words.get("learning_rate"), args[4] if len(args) > 4 else None)
+        self._staged_norm = grad_norm if isinstance(grad_norm, Tensor) else None
         if not (self.control.should_evaluate or self.control.should_save):
             return
         with staged.pause() if staged.open_step is None else contextlib.nullcontext():
@@ -288,10 +328,10 @@ class StagedTrainerMixin:
         loss, tr_loss[...] = float(tr_loss), 0.0
         num_steps = self.state.global_step - self._globalstep_last_logged
         rate = self._get_learning_rate() if learning_rate is None else learning_rate  # type: ignore[attr-defined]
-        scalars = {name: value for name, value in self._staged_scalars.take().items() if name not in _LOSS}
+        scalars = {name: value for name, value in self._staged_scalars.take().items() if name not in (*_LOSS, _NORM)}
         logs = {"loss": loss / num_steps, "learning_rate": rate, **scalars}
         if grad_norm is not None:
-            logs["grad_norm"] = float(grad_norm)
+            logs["grad_norm"] = float(grad_norm) if self._staged_known_norm is None else self._staged_known_norm
         self._total_loss_scalar += loss
         self._globalstep_last_logged = self.state.global_step
         self.log(logs, start_time)  # type: ignore[attr-defined]

@@ -189,7 +189,7 @@ BUDGET = {
     "backward": 2340,
     "commands": 5240,
     "data": 1670,
-    "integrations": 1830,
+    "integrations": 1880,
     "lab": 5180,
     "links": 980,
     "loop": 2330,
