@@ -30,6 +30,8 @@ from torch.distributed.tensor import DTensor
 import straggle
 from straggle.members import agents
 from straggle.members.agents import Exited
+from straggle.merge.wire.groups import ranks_of_job
+from straggle.merge.wire.loop_collectives import LoopCollectives
 from straggle.source.sharded import given, taken
 
 LONG_S = 7.0  # longer than what a process of a replica that hangs has to end by itself
@@ -73,6 +75,20 @@ def test_replica_whose_ranks_alone_are_the_default_group_leaves_and_comes_back()
         job.walk(20)
         results = end(job)
     assert [own["first"] > 10 for own in results] == [False, False, True, True, False, False]
+
+
+def _own_collectives(rank: int, _board: Board) -> int:
+    own_group(rank)
+    counted = LoopCollectives(ranks_of_job(range(SHARDS)))
+    counted.begin()
+    dist.all_reduce(torch.zeros(1))
+    return counted.number
+
+
+def test_collectives_inside_of_a_replica_are_none_of_the_loop_though_its_ranks_have_other_numbers() -> None:
+    """Its peers would count fewer, and a late replica would go on for them to the end of its step."""
+    with run_job(4, _own_collectives, replica_size=SHARDS) as job:
+        assert job.finish() == [0] * 4
 
 
 def _wrap_in_own_group(rank: int, _board: Board) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from straggle import world
-from straggle.merge.wire.groups import OWN_GROUP
+from straggle.merge.wire.groups import OWN_GROUP, ranks_of_job
 
 
 class LoopCollectives:
@@ -57,7 +57,7 @@ class LoopCollectives:
         if group.group_desc == OWN_GROUP:
             return False
         ranks = world.dist.get_process_group_ranks(group)
-        return len(ranks) > 1 and not self._replica.issuperset(ranks)
+        return len(ranks) > 1 and not self._replica.issuperset(ranks_of_job(ranks))
 
 
 def _numbers(group: Any) -> list[Callable[[], int]]:
