@@ -52,7 +52,7 @@ def advise(run: Run, numbers: RunNumbers) -> list[str]:
         *_not_written(run),
         *_bad_numbers(run, numbers),
         *_network(run),
-        *_saved(run, numbers),
+        *_saved_little(numbers),
         *drawn(run, numbers),
         *_always_slow(run, numbers),
         *_sometimes(run, numbers),
@@ -66,6 +66,45 @@ def advise(run: Run, numbers: RunNumbers) -> list[str]:
     ]
 
 
+def headline(run: Run, numbers: RunNumbers) -> str:
+    """The run in a sentence: who was slow, what was dropped for not waiting, and what that brought."""
+    if run.num_ranks == 1:
+        return f"One {run.replicas.row}: there was nobody to wait for."
+    who = "; ".join([_who_was_slow(run, numbers), *_away(run, numbers)])
+    if not numbers.with_deadline:
+        waited = f" {numbers.wait_share:.0%} of the time was waiting." if numbers.wait_share >= LITTLE else ""
+        return f"{_begin(who)}, and all {run.replicas.rows} were waited for.{waited}"
+    dropped = f"{numbers.dropped_share:.1%} of" if numbers.dropped_share > 0 else "none of"
+    took = f", and took {numbers.own.mean_s / numbers.ddp.mean_s:.2f} of DDP's time" if numbers.ddp.mean_s > 0 else ""
+    return f"{_begin(who)}; straggle dropped {dropped} the gradients{took}."
+
+
+def _who_was_slow(run: Run, numbers: RunNumbers) -> str:
+    of = run.replicas
+    slow = [rank.rank for rank in numbers.ranks if rank.late_share >= ALWAYS or rank.slowness >= SLOWER]
+    if 0 < len(slow) < len(numbers.ranks):
+        return f"{_named(run, slow)} {'was' if len(slow) == 1 else 'were'} slow"
+    if some := _late_ranks(numbers, SOMETIMES, 1.01):
+        if some[0].late > numbers.late / 2:
+            return f"{of.who(some[0].rank)} was late in {some[0].late_share:.0%} of its steps"
+        often = "at times" if some[0].late_share < ALWAYS else "often"
+        return f"{_named(run, [rank.rank for rank in some])} were late {often}"
+    return f"hardly a {of.row} was late" if numbers.late else f"no {of.row} was slow"
+
+
+def _away(run: Run, numbers: RunNumbers) -> Iterator[str]:
+    away = [rank for rank in numbers.ranks if rank.absent]
+    if len(away) == 1:
+        yield f"{run.replicas.who(away[0].rank)} was away for {_steps(away[0].absent, run.num_steps)}"
+    elif away:
+        yield f"{_named(run, [rank.rank for rank in away])} were away for a time"
+
+
+def _named(run: Run, ranks: list[int]) -> str:
+    """As in "ranks 1 and 2", or "12 ranks"."""
+    return run.replicas.all_of(ranks) if len(ranks) <= 4 else f"{len(ranks)} {run.replicas.rows}"
+
+
 def facts(run: Run, numbers: RunNumbers) -> list[str]:
     """What happened in the run, beside who was slow in it and what to do about that."""
     return [
@@ -74,7 +113,8 @@ def facts(run: Run, numbers: RunNumbers) -> list[str]:
         *_not_written(run),
         *_bad_numbers(run, numbers),
         *_network(run),
-        *_saved(run, numbers, advises=False),
+        *_saved(run, numbers),
+        *_saved_little(numbers, advises=False),
         *drawn(run, numbers),
         *_out_of_data(run),
         *_absent(run, numbers),
@@ -110,22 +150,27 @@ def _bad_numbers(run: Run, numbers: RunNumbers) -> Iterator[str]:
         yield f"In {steps} no {of.row} had finite gradients, and nothing was applied."
 
 
-def _saved(run: Run, numbers: RunNumbers, *, advises: bool = True) -> Iterator[str]:
-    if math.isnan(numbers.saved_share):
-        return
-    own, ddp = seconds_shown(numbers.own.mean_s), seconds_shown(numbers.ddp.mean_s)
-    dropped = f"{numbers.dropped_share:.1%} of the gradients were dropped"
+def _saved(run: Run, numbers: RunNumbers) -> Iterator[str]:
     if numbers.saved_share >= LITTLE:
-        paid = f"for which {dropped}" if numbers.late else "and no gradient was dropped"
+        own, ddp = seconds_shown(numbers.own.mean_s), seconds_shown(numbers.ddp.mean_s)
+        paid = f"for which {_dropped(numbers)}" if numbers.late else "and no gradient was dropped"
         yield (
             f"A step took {own} on average; DDP, with an equal share for each {run.replicas.row}, would have taken "
             f"about {ddp}. That is {numbers.saved_share:.0%} less time, {paid}."
         )
-    elif numbers.dropped_share >= LITTLE:
+
+
+def _saved_little(numbers: RunNumbers, *, advises: bool = True) -> Iterator[str]:
+    if numbers.saved_share < LITTLE and numbers.dropped_share >= LITTLE:
+        own, ddp = seconds_shown(numbers.own.mean_s), seconds_shown(numbers.ddp.mean_s)
         yield (
-            f"Not waiting saved little ({own} for a mean step, about {ddp} under DDP), but {dropped}."
+            f"Not waiting saved little ({own} for a mean step, about {ddp} under DDP), but {_dropped(numbers)}."
             + (_KEEP_MORE if advises else "")
         )
+
+
+def _dropped(numbers: RunNumbers) -> str:
+    return f"{numbers.dropped_share:.1%} of the gradients were dropped"
 
 
 def drawn(run: Run, numbers: RunNumbers) -> Iterator[str]:

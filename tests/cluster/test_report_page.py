@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,16 @@ OUTSIDE = """[...document.querySelectorAll('.chart .main-svg text')].filter(text
   return box.width && (box.right > chart.right + 1 || box.left < chart.left - 1); }).map(text => text.textContent)"""
 
 
+# lanes of which more than a tenth of the page's width has a colour, and all lanes
+LANES = """[...document.querySelectorAll('.picture svg')].filter(svg => [...svg.querySelectorAll('path')].some(
+  path => path.getBoundingClientRect().width > innerWidth / 10)).length"""
+NUM_LANES = "document.querySelectorAll('.picture svg').length"
+# numbers of steps that touch each other
+NEAR = """[...document.querySelectorAll('.picture .steps')].flatMap(steps => {
+  const boxes = [...steps.children].map(tick => tick.getBoundingClientRect());
+  return boxes.slice(1).filter((box, at) => box.left < boxes[at].right + 2).map(box => box.left); })"""
+
+
 def opened(page: Page, path: Path, **how: Any) -> Page:
     page.problems.clear()
     page.requests.clear()
@@ -78,6 +89,34 @@ def test_page_draws_fits_and_loads_nothing(width: int, name: str, page: Page, wr
     assert page.run("[...document.querySelectorAll('.chart')].filter(chart => !chart.data).length") == 0
     assert page.run(OVERLAPS) == []
     assert page.run(OUTSIDE) == []
+    assert page.run(LANES) == {"no times": 0, "compare": 8, "many ranks": 64}.get(name, page.run(NUM_LANES))
+    assert page.run(NEAR) == []
+
+
+@needs_browser
+@pytest.mark.slow
+def test_picture_is_above_all_numbers_and_its_colours_can_be_told_from_the_page_in_light_and_in_dark(
+    page: Page, written: Callable[[str], Path]
+) -> None:
+    for dark in (False, True):
+        opened(page, written("slow"), dark=dark)
+        colours = page.run("[...document.querySelectorAll('.picture path')].map(path => getComputedStyle(path).fill)")
+        paper = page.run("getComputedStyle(document.body).backgroundColor")
+        assert len(set(colours)) >= 4
+        assert min(_contrast(colour, paper) for colour in set(colours)) > 1.15
+        assert _contrast(colours[0], paper) > 3, "work"
+        below = page.run("document.querySelector('#headline').getBoundingClientRect().top")
+        assert page.run("document.querySelector('.picture').getBoundingClientRect().bottom") < min(below, 900)
+
+
+def _contrast(one: str, other: str) -> float:
+    """As WCAG 2.1 defines it: 1 to 21."""
+    lights = []
+    for colour in (one, other):
+        parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+        red, green, blue = (part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+        lights.append(0.2126 * red + 0.7152 * green + 0.0722 * blue)
+    return (max(lights) + 0.05) / (min(lights) + 0.05)
 
 
 @needs_browser

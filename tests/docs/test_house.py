@@ -195,7 +195,7 @@ BUDGET = {
     "loop": 2330,
     "members": 6800,
     "merge": 9830,
-    "observe": 4920,
+    "observe": 5240,
     "policies": 2750,
     "pools": 1400,
     "replay": 170,

@@ -77,10 +77,14 @@ class Uses:
             self._ended_at = ended_at
         return done
 
+    def of_last(self) -> list[dict[str, float]]:
+        """The uses of the last step, by rank, if no other attempt at it comes."""
+        return self._uses_before(is_made_again=False)
+
     def goodput(self) -> Goodput:
         """That of the steps until now."""
         seconds = dict(self._seconds)
-        for own in self._uses_before(is_made_again=False):
+        for own in self.of_last():
             for use, own_s in own.items():
                 seconds[use] += own_s
         of_mean = {use: own_s / self._num_ranks for use, own_s in seconds.items()}

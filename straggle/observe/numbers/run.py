@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from straggle.observe.members import read_members
 from straggle.observe.numbers.fairness import Fairness, fairness_of
-from straggle.observe.numbers.goodput import Goodput, Uses
+from straggle.observe.numbers.goodput import USES, Goodput, Uses
 from straggle.observe.numbers.link_spells import LinkSpell, link_spells
 from straggle.observe.numbers.reader import NO_TRACE, TRACE, files_of, num_warmup_steps
 from straggle.observe.numbers.replicas import Replicas
@@ -44,7 +44,8 @@ class Run:
     steps, which have this plan. ``pool_parts``: the micro-batches in each step's pool; 0: the ranks did not draw.
     ``dropped``: the share of each step's gradients that did not come in. ``changes`` of the members, and when they
     were in seconds since 1970, are those of ``members.jsonl``; ``stuck`` is what ``stuck.jsonl`` has. If a model is
-    sharded, the ranks here are ``replicas``.
+    sharded, the ranks here are ``replicas``. ``uses``, shape (uses, steps, ranks): seconds of each of `USES`, NaN for a
+    rank that is not in the trace then.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Run:
     num_stage_steps: int
     fairness: Fairness
     goodput: Goodput
+    uses: Array
     changes: tuple[tuple[float, MembersReport], ...] = ()
     replicas: Replicas = field(default_factory=Replicas)
     stuck: tuple[StuckReport, ...] = ()
@@ -148,10 +150,13 @@ class _Columns:
         self._num_stage_steps = 0
         self._replicas = Replicas()
         self._uses = Uses()
+        self._used: list[Array] = []  # of each step but the last
 
     def add(self, report: StepReport, ended_at: float = math.nan) -> None:
         """One more step, which ended ``ended_at``."""
-        self._uses.add(report, ended_at)
+        before = self._uses.add(report, ended_at)
+        if self.steps:
+            self._used.append(_of_uses(before))
         loss = report.scalars.get("loss", math.nan)
         ddp_s = self._prediction.add(report).seconds
         times = (report.seconds, report.network_s, ddp_s, report.deadline_s)
@@ -185,6 +190,9 @@ class _Columns:
         ranks = np.full((len(_FIELDS), len(self.steps), num_ranks), np.nan)
         for number, values in enumerate(self._ranks):
             ranks[:, number, : values.shape[1]] = values
+        uses = np.full((len(USES), len(self.steps), num_ranks), np.nan, dtype=np.float32)
+        for number, values in enumerate([*self._used, _of_uses(self._uses.of_last())]):
+            uses[:, number, : values.shape[1]] = values
         share = np.divide(self._sum, self._count, out=np.full_like(self._sum, np.nan), where=self._count > 0)
         step, seconds, network_s, ddp_s, deadline_s, loss, skipped, pool_parts, dropped = columns
         of = dict(zip(_FIELDS, ranks, strict=True))
@@ -209,8 +217,14 @@ class _Columns:
             num_stage_steps=self._num_stage_steps,
             fairness=fairness_of(np.where(has_part, of["weight"], 0.0), of["reach"], share),
             goodput=self._uses.goodput(),
+            uses=uses,
             replicas=self._replicas,
         )
+
+
+def _of_uses(of_ranks: Sequence[Mapping[str, float]]) -> Array:
+    """Seconds by use and rank."""
+    return np.array([[own.get(use, 0.0) for own in of_ranks] for use in USES], dtype=np.float32)
 
 
 def _values(rank: RankReport) -> Iterator[float]:

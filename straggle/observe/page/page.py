@@ -19,13 +19,14 @@ from markupsafe import Markup
 from omegaconf import OmegaConf
 from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
-from straggle.observe.findings import advise
+from straggle.observe.findings import advise, headline
 from straggle.observe.numbers.goodput import Goodput
 from straggle.observe.numbers.registry import NUMBERS, shown
 from straggle.observe.numbers.replicas import Replicas
 from straggle.observe.numbers.run import Run, read_run, read_steps
 from straggle.observe.numbers.run_numbers import RankInRun, RunNumbers, numbers_of
 from straggle.observe.page import figures
+from straggle.observe.page import picture as pictures
 from straggle.observe.page.figures import Chart
 from straggle.report import MembersReport
 
@@ -111,6 +112,7 @@ def page(runs: Sequence[Run], steps: Sequence[int] = ()) -> str:
         runs=[_run_part(charts, run, of, steps) for run, of in zip(runs, numbers, strict=True)],
         lateness=can_be_late(numbers),
         of_all=of_all,
+        parts=list(pictures.PARTS),
         headline=_headline(runs, numbers, of_all),
         times=[charts.add(figures.step_times(runs)), charts.add(figures.step_times_over_steps(runs))],
         loss=[charts.add(figures.loss(runs, over=over)) for over in ("step", "seconds")] if _has_loss(runs) else [],
@@ -147,10 +149,14 @@ def _run_part(charts: _Charts, run: Run, numbers: RunNumbers, steps: Sequence[in
     """What the page shows for each run separately."""
     chosen = _chosen(run, steps)
     reports = read_steps(run, chosen.keys())
+    all_steps = read_steps(run, range(run.num_steps)).values() if pictures.is_short(run) else ()
     return {
         "name": run.name,
         "about": _about(run, numbers),
         "config": OmegaConf.to_yaml(OmegaConf.create(dict(run.config))) if run.config else "",
+        "sentence": headline(run, numbers),
+        "picture": pictures.picture(run, all_steps),
+        "times": _mean_steps(numbers) if can_be_late([numbers]) and run.num_ranks > 1 else [],
         "advice": advise(run, numbers),
         "lateness": charts.add(figures.lateness(run)),
         "drew": bool(numbers.pool_parts),
@@ -175,6 +181,15 @@ def _run_part(charts: _Charts, run: Run, numbers: RunNumbers, steps: Sequence[in
             for at, why in chosen.items()
         ],
     }
+
+
+def _mean_steps(numbers: RunNumbers) -> list[tuple[str, str, float]]:
+    """A mean step as it was, and under DDP: what it is called, its seconds in words, and percent of the longer one."""
+    both = [("a step took", numbers.own.mean_s), ("under DDP, predicted", numbers.ddp.mean_s)]
+    if not all(seconds > 0 for _, seconds in both):
+        return []
+    longest = max(seconds for _, seconds in both)
+    return [(what, shown(seconds, "seconds"), round(100 * seconds / longest, 1)) for what, seconds in both]
 
 
 def _headline(runs: Sequence[Run], numbers: Sequence[RunNumbers], row: str) -> list[tuple[str, list[Cell]]]:
