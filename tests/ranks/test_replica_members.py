@@ -44,19 +44,19 @@ def test_replica_of_a_killed_rank_leaves_and_comes_back_with_the_others_state(
     deadline: straggle.Deadline | None,
 ) -> None:
     with run_job(6, train, deadline, replica_size=SHARDS) as job:
-        job.walk(10)
+        job.walk(4)
         kill_in_forward(job, 3)
-        job.walk(10, ranks_of(0, 2))
+        job.walk(4, ranks_of(0, 2))
         raised = job.result(2)
         assert isinstance(raised, Raised)
         assert raised.kind == "PeerFailed"
         assert "its replica, ranks [2, 3], is no member" in raised.message
         assert "rank 3 of it: no sign of life" in raised.message
         start_again(job, 1)
-        job.walk(20)
+        job.walk(5)
         results = end(job)
     back = [own["first"] for own in results[2:4]]
-    assert back[0] == back[1] > 10  # both go on from the same step
+    assert back[0] == back[1] > 4  # both go on from the same step
     first, second, *_ = results[0]["changes"]
     assert (list(first.left), list(second.joined), first.ranks) == ([1], [1], (0, 2))
 
@@ -106,35 +106,35 @@ def test_model_that_no_replica_shards_is_refused_in_a_group_of_its_own() -> None
 @pytest.mark.slow
 def test_two_ranks_of_different_replicas_are_killed_at_once() -> None:
     with run_job(6, train, replica_size=SHARDS) as job:
-        job.walk(10)
+        job.walk(4)
         job.kill(1, 4)
-        job.walk(10, ranks_of(1))
+        job.walk(4, ranks_of(1))
         start_again(job, 0, 2)  # the only one that has the state gives it to both
-        job.walk(20)
-        assert [own["first"] > 10 for own in end(job)] == [True, True, False, False, True, True]
+        job.walk(5)
+        assert [own["first"] > 4 for own in end(job)] == [True, True, False, False, True, True]
 
 
 @pytest.mark.slow
 def test_rank_that_is_killed_while_its_replica_is_healed_takes_it_out_again() -> None:
     with run_job(6, train, replica_size=SHARDS) as job:
-        job.walk(10)
+        job.walk(4)
         job.kill(5)
         job.walk(5, ranks_of(0, 1))
         start_again(job, 2)
         job.wait(lambda: "replica 2 joined" in job.log(), "replica 2 is let in")
         job.kill(4)
-        job.walk(10, ranks_of(0, 1))
+        job.walk(4, ranks_of(0, 1))
         start_again(job, 2)
-        job.walk(20)
+        job.walk(5)
         end(job)
 
 
 @pytest.mark.slow
 def test_stopped_rank_takes_its_replica_out_and_no_process_of_it_stays() -> None:
     with run_forked_job(6, train, served=True, replica_size=SHARDS) as job:
-        job.walk(10)
+        job.walk(4)
         job.stop(0)
-        job.walk(10, ranks_of(1, 2))
+        job.walk(4, ranks_of(1, 2))
         process = job.process(1)  # hangs in a collective of FSDP's with a rank that neither answers nor has ended
         process.join(30)
         assert process.exitcode == 1
@@ -146,18 +146,18 @@ def test_stopped_rank_takes_its_replica_out_and_no_process_of_it_stays() -> None
         assert "its replica, ranks [0, 1], is no member, and cannot come back as it is" in words
         assert "rank 0 of it: no sign of life" in words
         start_again(job, 0)
-        job.walk(20)
+        job.walk(5)
         end(job)
 
 
 @pytest.mark.slow
 def test_replica_comes_back_to_a_store_that_was_started_again() -> None:
     with run_job(6, train, replica_size=SHARDS) as job:
-        job.walk(10)
+        job.walk(4)
         job.kill_store()
         log = job.folder / "log5.0"
         job.wait(lambda: "rank 5: the job's store does not answer" in log.read_text(), "rank 5 misses the store")
-        job.walk(10)
+        job.walk(4)
         job.start_store()
         words = "replicas [0, 1, 2]: the members, which the job's store has again"
         job.wait(lambda: words in job.log(), "the members fill it")
@@ -165,16 +165,16 @@ def test_replica_comes_back_to_a_store_that_was_started_again() -> None:
         job.wait(lambda: "rank 5: the job's store answers again" in log.read_text(), "rank 5 looks at the store again")
         assert "rank 2:" not in log.read_text()  # its replica's number
         job.kill(3)
-        job.walk(10, ranks_of(0, 2))
+        job.walk(4, ranks_of(0, 2))
         start_again(job, 1)
-        job.walk(20)
+        job.walk(5)
         end(job)
 
 
 @pytest.mark.slow
 def test_job_ends_with_fewer_replicas_than_it_may_have() -> None:
     with run_job(4, train, None, None, replica_size=SHARDS) as job:
-        job.walk(10)
+        job.walk(4)
         job.kill(3)
         for rank in ranks_of(0):
             raised = job.result(rank)
@@ -197,7 +197,7 @@ def _train_and_save(rank: int, board: Board) -> str:
 def test_ranks_whose_replica_is_whole_have_time_for_their_own_work_when_the_job_ends() -> None:
     """They evaluate when the job ends, and catch its error to save a checkpoint."""
     with run_job(4, _train_and_save, replica_size=SHARDS) as job:
-        job.walk(10)
+        job.walk(4)
         for rank in ranks_of(0):
             rest(job.board, rank).touch()
         job.wait(lambda: all((job.folder / f"rests{rank}").exists() for rank in ranks_of(0)), "ranks 0 and 1 rest")
@@ -221,8 +221,8 @@ def _train_and_plot(rank: int, board: Board) -> dict[str, object]:
 def test_rank_of_a_replica_may_work_for_long_after_the_loop_when_the_others_have_ended(ends: bool) -> None:
     environment = {"STRAGGLE_ELASTIC": "1"}  # an agent, which the test is, reports who has ended
     with run_forked_job(4, _train_and_plot, environment=environment, served=True, replica_size=SHARDS) as job:
-        job.walk(10)
-        job.board.end = job.furthest + 20
+        job.walk(4)
+        job.board.end = job.furthest + job.last_steps
         job.result(3)
         if ends:
             agents.post_exited(job.connect(), 3, Exited(0, 1.0, code=0))
@@ -241,6 +241,7 @@ def _train_or_raise(rank: int, board: Board) -> dict[str, object]:
     while step < board.end:
         try:
             with model.step():
+                time.sleep(board.step_s)
                 loss = model(batch(step, rank)).square().mean()
                 if rank == 2 and step == 5:
                     raise ArithmeticError("bad sample")
@@ -261,7 +262,7 @@ def _train_or_raise(rank: int, board: Board) -> dict[str, object]:
 @pytest.mark.slow
 def test_replica_leaves_with_the_error_of_one_of_its_ranks() -> None:
     with run_job(4, _train_or_raise, replica_size=SHARDS) as job:
-        job.walk(20, ranks_of(0))
+        job.walk(6, ranks_of(0))
         for rank in ranks_of(1):
             job.wait(lambda r=rank: job.ended(r) is not None or not job.process(r).is_alive(), f"rank {rank} ends")
             raised = job.ended(rank)  # nothing if it was ended, because it waited for the other one for too long

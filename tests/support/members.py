@@ -43,6 +43,7 @@ from straggle.lab.world.store import Outside
 _context = multiprocessing.get_context("forkserver")
 _POLL_S = 0.02
 _NO_END = 1 << 40
+QUICK_S, SLOW_S = 0.01, 0.15
 
 
 class Board:
@@ -52,10 +53,12 @@ class Board:
         self.folder = path.parent
         self._file = os.open(path, os.O_RDWR | os.O_CREAT)
         self._end = world_size
+        self._walks = world_size + 1
         if os.fstat(self._file).st_size == 0:
             for place in range(world_size):
                 self._write(place, 0)
             self._write(self._end, _NO_END)
+            self._write(self._walks, 0)
 
     def made(self, rank: int) -> int:
         """Steps that this rank has made; 0 where it was started again and has not made one yet."""
@@ -74,6 +77,20 @@ class Board:
     def end(self, step: int) -> None:
         self._write(self._end, step)
 
+    @property
+    def step_s(self) -> float:
+        """How long a step of a loop should take at least: longer while the test does not wait for steps."""
+        return QUICK_S if self._read(self._walks) else SLOW_S
+
+    @contextlib.contextmanager
+    def waits_for_steps(self) -> Iterator[None]:
+        """The test does so in this block."""
+        self._write(self._walks, 1)
+        try:
+            yield
+        finally:
+            self._write(self._walks, 0)
+
     def _read(self, place: int) -> int:
         return int(struct.unpack("q", os.pread(self._file, 8, 8 * place))[0])
 
@@ -83,6 +100,8 @@ class Board:
 
 class Job:
     """Ranks that run ``function(rank, board, *args)``, one of a module; see `run_job`."""
+
+    last_steps = 20  # before the end that all hear of: a rank may have made some more than the board had
 
     def __init__(
         self,
@@ -185,7 +204,8 @@ class Job:
         """Wait until these ranks are so many steps further than the furthest is now."""
         step = self.furthest + num_steps
         ranks = range(self.world_size) if ranks is None else list(ranks)
-        self.wait(lambda: all(self.board.made(rank) >= step for rank in ranks), f"ranks {ranks} at {step}", limit_s)
+        with self.board.waits_for_steps():
+            self.wait(lambda: all(self.board.made(rank) >= step for rank in ranks), f"ranks {ranks} at {step}", limit_s)
 
     def wait(self, condition: Callable[[], bool], what: str, limit_s: float = 40.0) -> None:
         """Wait until this is so; a rank that raises meanwhile fails the test, unless the condition is about it."""
@@ -210,13 +230,15 @@ class Job:
     def meet(self, limit_s: float = 60.0) -> None:
         """Wait until no rank is behind the others by more than a step or two: who was healed has caught up."""
         made = self.board.made
-        self.wait(lambda: min(map(made, range(self.world_size))) >= self.furthest - 2, "all ranks are as far", limit_s)
+        with self.board.waits_for_steps():
+            self.wait(lambda: min(map(made, range(self.world_size))) >= self.furthest - 2, "all are as far", limit_s)
 
     def finish(self, ranks: Iterable[int] | None = None, limit_s: float = 40.0) -> list[Any]:
         """End all loops at the same step, and give what these ranks return; one that raised fails the test."""
-        self.board.end = self.furthest + 20
+        self.board.end = self.furthest + self.last_steps
         ranks = range(self.world_size) if ranks is None else list(ranks)
-        results = [self.result(rank, limit_s) for rank in ranks]
+        with self.board.waits_for_steps():
+            results = [self.result(rank, limit_s) for rank in ranks]
         failed = [f"rank {rank}: {own}" for rank, own in zip(ranks, results, strict=True) if isinstance(own, Raised)]
         assert not failed, "\n".join(failed) + self.log()
         return results
@@ -284,6 +306,8 @@ class Process:
 
 class WorldJob(Job):
     """The same job in a simulated world, in virtual time."""
+
+    last_steps = 4  # nobody makes a step while the test looks
 
     def __init__(self, folder: Path, world_size: int, payload: bytes, replica_size: int) -> None:
         self.folder, self.world_size, self.replica_size = folder, world_size, replica_size

@@ -60,7 +60,7 @@ def train(
         while step < board.end:
             with model.step() as open_step:
                 stop.tell(open_step)
-                time.sleep(0.01)
+                time.sleep(board.step_s)
                 model(batch(step, rank)).square().mean().backward()
                 if late(board, rank).exists():
                     time.sleep(LATE_S)
@@ -161,7 +161,7 @@ def hold_up(job: Job, rank: int) -> None:
     num_before = job.log().count(words)
     hold(job.board, rank).touch()
     job.wait(lambda: job.log().count(words) > num_before, "the replica leaves")
-    job.walk(10, ranks_of(0, 2))
+    job.walk(4, ranks_of(0, 2))
     hold(job.board, rank).unlink()
 
 
