@@ -43,7 +43,7 @@ from straggle.lab.world.store import Outside
 _context = multiprocessing.get_context("forkserver")
 _POLL_S = 0.02
 _NO_END = 1 << 40
-QUICK_S, SLOW_S = 0.01, 0.15
+QUICK_MS, SLOW_MS, VIRTUAL_MS = 10, 150, 50
 
 
 class Board:
@@ -53,12 +53,12 @@ class Board:
         self.folder = path.parent
         self._file = os.open(path, os.O_RDWR | os.O_CREAT)
         self._end = world_size
-        self._walks = world_size + 1
+        self._step_ms = world_size + 1
         if os.fstat(self._file).st_size == 0:
             for place in range(world_size):
                 self._write(place, 0)
             self._write(self._end, _NO_END)
-            self._write(self._walks, 0)
+            self._write(self._step_ms, QUICK_MS)
 
     def made(self, rank: int) -> int:
         """Steps that this rank has made; 0 where it was started again and has not made one yet."""
@@ -80,16 +80,11 @@ class Board:
     @property
     def step_s(self) -> float:
         """How long a step of a loop should take at least: longer while the test does not wait for steps."""
-        return QUICK_S if self._read(self._walks) else SLOW_S
+        return self._read(self._step_ms) / 1000
 
-    @contextlib.contextmanager
-    def waits_for_steps(self) -> Iterator[None]:
-        """The test does so in this block."""
-        self._write(self._walks, 1)
-        try:
-            yield
-        finally:
-            self._write(self._walks, 0)
+    def pace(self, step_ms: int) -> None:
+        """Steps should take so long from here on."""
+        self._write(self._step_ms, step_ms)
 
     def _read(self, place: int) -> int:
         return int(struct.unpack("q", os.pread(self._file, 8, 8 * place))[0])
@@ -204,8 +199,17 @@ class Job:
         """Wait until these ranks are so many steps further than the furthest is now."""
         step = self.furthest + num_steps
         ranks = range(self.world_size) if ranks is None else list(ranks)
-        with self.board.waits_for_steps():
+        with self.waits_for_steps():
             self.wait(lambda: all(self.board.made(rank) >= step for rank in ranks), f"ranks {ranks} at {step}", limit_s)
+
+    @contextlib.contextmanager
+    def waits_for_steps(self) -> Iterator[None]:
+        """In this block."""
+        self.board.pace(QUICK_MS)
+        try:
+            yield
+        finally:
+            self.board.pace(SLOW_MS)
 
     def wait(self, condition: Callable[[], bool], what: str, limit_s: float = 40.0) -> None:
         """Wait until this is so; a rank that raises meanwhile fails the test, unless the condition is about it."""
@@ -230,14 +234,14 @@ class Job:
     def meet(self, limit_s: float = 60.0) -> None:
         """Wait until no rank is behind the others by more than a step or two: who was healed has caught up."""
         made = self.board.made
-        with self.board.waits_for_steps():
+        with self.waits_for_steps():
             self.wait(lambda: min(map(made, range(self.world_size))) >= self.furthest - 2, "all are as far", limit_s)
 
     def finish(self, ranks: Iterable[int] | None = None, limit_s: float = 40.0) -> list[Any]:
         """End all loops at the same step, and give what these ranks return; one that raised fails the test."""
         self.board.end = self.furthest + self.last_steps
         ranks = range(self.world_size) if ranks is None else list(ranks)
-        with self.board.waits_for_steps():
+        with self.waits_for_steps():
             results = [self.result(rank, limit_s) for rank in ranks]
         failed = [f"rank {rank}: {own}" for rank, own in zip(ranks, results, strict=True) if isinstance(own, Raised)]
         assert not failed, "\n".join(failed) + self.log()
@@ -309,13 +313,20 @@ class WorldJob(Job):
 
     last_steps = 4  # nobody makes a step while the test looks
 
+    @contextlib.contextmanager
+    def waits_for_steps(self) -> Iterator[None]:
+        """They are as slow as always: virtual time costs nothing, and each step made while a limit passes does."""
+        yield
+
     def __init__(self, folder: Path, world_size: int, payload: bytes, replica_size: int) -> None:
         self.folder, self.world_size, self.replica_size = folder, world_size, replica_size
         self.board = Board(folder / "board", world_size)
+        self.board.pace(VIRTUAL_MS)
         self._payloads = dict.fromkeys(range(world_size), payload)
         self._results: dict[int, Any] = {}
         self._starts = dict.fromkeys(range(world_size), 0)
         self._stopped = set[int]()
+        self._handlers: list[logging.Handler] = []
         self._world: simulated.Job
 
     def run(self, rank: Rank) -> None:
@@ -324,13 +335,9 @@ class WorldJob(Job):
         self._starts[number] += 1
         handler = logging.FileHandler(self.folder / f"log{number}.{start}")
         handler.setFormatter(logging.Formatter("%(asctime)s.%(msecs)03d %(message)s", "%M:%S"))
-        root = logging.getLogger()
-        root.addHandler(handler)
-        try:
-            self._results[number] = pickle.loads(outcome_of(self._payloads[number], number, self.board))
-        finally:
-            root.removeHandler(handler)
-            handler.close()
+        logging.getLogger().addHandler(handler)
+        self._handlers.append(handler)  # until the job is over: what the rank has started goes on when this ends
+        self._results[number] = pickle.loads(outcome_of(self._payloads[number], number, self.board))
 
     def enter(self, world: simulated.Job) -> None:
         """Its ranks have begun."""
@@ -403,7 +410,10 @@ class WorldJob(Job):
             self._world.run_for(_POLL_S)
 
     def close(self) -> None:
-        """The world ends all."""
+        """Log no more; the world ends all."""
+        for handler in self._handlers:
+            logging.getLogger().removeHandler(handler)
+            handler.close()
 
     def _collect(self) -> None:
         """Results are there when ranks end."""
@@ -425,7 +435,10 @@ def run_job(
             simulated.simulated(job.run, ranks=world_size, seed=seed, longest_s=7200.0) as world,
         ):
             job.enter(world)
-            yield job
+            try:
+                yield job
+            finally:
+                job.close()
 
 
 @contextlib.contextmanager
