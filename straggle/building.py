@@ -51,11 +51,13 @@ if TYPE_CHECKING:
     from straggle.stuck.wing import StuckWatch
 
 _OPTIONAL = (
+    "backward.device_clock",
     "links.job_pings",
-    "members.meeting",
+    "members.regrouped.meeting",
     "members.wing",
     "merge.late.device_watch",
     "merge.round.queued_buffers",
+    "merge.state.queued_averages",
     "pools.pulling",
     "replay.wing",
     "stuck.wing",
