@@ -5,6 +5,7 @@ python benchmarks/gpu.py gpt2:16x1024                     # samples x tokens
 python benchmarks/gpu.py text --profile                   # where the host waits for the device, and what that does
 python benchmarks/gpu.py text --cprofile                  # straggle's functions on the host
 python benchmarks/gpu.py gpt2 --half                      # the staged backward by itself, stopped at half of its stages
+python benchmarks/gpu.py text --watched                   # beside DDP with straggle.watch, too
 
 With one rank nothing travels: this is the cost of hooks, copies and host work beside the kernels. "Queued": when the
 host has called all of a step; the rest of a step's time, the host is ahead of the device.
@@ -18,6 +19,7 @@ import pstats
 import random
 import re
 import statistics
+import tempfile
 import time
 
 import torch
@@ -33,6 +35,7 @@ from straggle.report import text_table
 
 DEVICE = torch.device("cuda", 0)
 WAYS = ("DDP", "DDP again", "straggle, no deadline", "straggle, a deadline")
+WITH_WATCH = "DDP, watched"
 WARMUP, PROFILED, WATCHED = 6, 10, 4  # steps
 TURN_S, TURN_STEPS = 0.25, (4, 30)  # a turn's seconds, with at least and at most so many steps
 WORKLOAD = re.compile(r"(text|gpt2)(?::(\d+)(?:x(\d+))?)?")
@@ -64,7 +67,10 @@ def gpt2(samples, length):
 
 def wrapped(way, model):
     if way.startswith("DDP"):
-        return DistributedDataParallel(model)
+        model = DistributedDataParallel(model)
+        if way == WITH_WATCH:
+            straggle.watch(model, tempfile.mkdtemp())
+        return model
     return straggle.StagedDataParallel(model, deadline=60.0 if way.endswith("a deadline") else None)
 
 
@@ -176,7 +182,8 @@ def measure(name, options):
     began = time.perf_counter()
     torch.manual_seed(0)
     model, compute_loss = model_and_loss(name)
-    ready = {way: prepared(way, model, compute_loss) for way in WAYS}
+    ways = (*WAYS, WITH_WATCH) if options.watched else WAYS
+    ready = {way: prepared(way, model, compute_loss) for way in ways}
     steps = {way: step for way, (_, step, _) in ready.items()}
     size = sum(parameter.numel() for parameter in model.parameters())
     print(f"\n{name}: {size / 1e6:.1f} M parameters; ", end="")
@@ -205,6 +212,7 @@ def main():
     parser.add_argument("--profile", action="store_true", help="count calls, copies and kernels, and name what waits")
     parser.add_argument("--cprofile", action="store_true", help="time straggle's functions on the host")
     parser.add_argument("--half", action="store_true", help="time the staged backward by itself")
+    parser.add_argument("--watched", action="store_true", help="beside DDP with straggle.watch, too")
     options = parser.parse_args()
     torch.cuda.set_device(DEVICE)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=DEVICE)

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from straggle import world
 from straggle.backward.clocks import FinishTimes
+from straggle.backward.device import device_of
 
 STAGE_BYTES = 25 * 2**20  # DDP's bucket size
 MIN_STAGES = 8
 BUCKET_BYTES = 2**20  # below this, the latency of a message costs more than sending it early gains
+QUEUED_BYTES = 64 * 2**20  # the same on a device that is a queue, where each message costs its host much more
 
 
 @dataclass(frozen=True)
@@ -47,15 +49,22 @@ class BalancedByTime:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """All stages, in the order in which backward finishes them."""
+    """All stages, in the order in which backward finishes them; ``is_queued``: their device is a queue."""
 
     stages: tuple[Stage, ...]
+    is_queued: bool = False
 
     def buckets(self) -> list[tuple[Stage, ...]]:
-        """Consecutive stages that are merged by one allreduce: stages below 1 MB share one."""
+        """Consecutive stages that are merged by one allreduce: stages below 1 MB share one.
+
+        On a device that is a queue, stages below 64 MB do, but for the first bucket and the last stage: merging begins
+        and ends as early as with small ones.
+        """
         buckets: list[tuple[Stage, ...]] = []
         for stage in self.stages:
-            if buckets and sum(other.nbytes for other in buckets[-1]) < BUCKET_BYTES:
+            is_inner = self.is_queued and len(buckets) > 1 and stage is not self.stages[-1]
+            most = QUEUED_BYTES if is_inner else BUCKET_BYTES
+            if buckets and sum(other.nbytes for other in buckets[-1]) < most:
                 buckets[-1] += (stage,)
             else:
                 buckets.append((stage,))
@@ -191,6 +200,7 @@ def plan_stages(
     Raises ``ValueError`` for unknown module names and for a number of stages that the module cannot be divided into.
     """
     named = trainable(module) if named is None else named
+    is_queued = device_of(named[0][1].device).is_queued
     order = list(reversed(range(len(named)))) if order is None else list(order)
     if stages is None or isinstance(stages, (int, BalancedByTime)):
         number = stages.num_stages if isinstance(stages, BalancedByTime) else stages
@@ -199,10 +209,9 @@ def plan_stages(
         if isinstance(stages, BalancedByTime) and seconds is not None:
             sizes = [sum(seconds[index] for index in run) for run in runs]
         groups = _balanced(runs, sizes, _num_stages(named, runs, number))
-        return StagePlan(tuple(_stage(named, group) for group in groups))
-    return StagePlan(
-        tuple(_stage(named, group, name) for name, group in _by_module(module, named, order, list(stages)))
-    )
+        return StagePlan(tuple(_stage(named, group) for group in groups), is_queued)
+    by_module = _by_module(module, named, order, list(stages))
+    return StagePlan(tuple(_stage(named, group, name) for name, group in by_module), is_queued)
 
 
 def _not_empty(runs: list[list[int]], named: Sequence[tuple[str, Tensor]]) -> list[list[int]]:

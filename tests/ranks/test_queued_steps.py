@@ -18,9 +18,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from training import Chain, Stopper, features, grads, mlp
 
 from straggle import LastMerged, Merge
+from straggle.backward import stages as planned
 
 pytestmark = pytest.mark.light
 
+BUCKET_BYTES = planned.BUCKET_BYTES, planned.QUEUED_BYTES
 PLANNED = 3  # steps after which the stages are planned, and all buffers are as they stay
 
 
@@ -31,6 +33,10 @@ def held_in(module):
 def norms():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def deep():
+    return mlp(depth=9)
 
 
 WAYS = {
@@ -46,6 +52,15 @@ WAYS = {
     "an estimator": {"estimator": LastMerged()},
     "rounded on the wire": {"merge": Merge(wire_dtype=torch.bfloat16)},
     "kept bad numbers": {"merge": Merge(nonfinite="keep")},
+    "several buckets": {"module": deep, "stages": 9, "bucket_bytes": (1, 500)},
+    "several buckets of micro-batches": {"module": deep, "stages": 9, "bucket_bytes": (1, 500), "passes": 3},
+    "several buckets, and the optimizer within the step": {
+        "module": deep,
+        "stages": 9,
+        "bucket_bytes": (1, 500),
+        "early": True,
+        "merge": Merge(nonfinite="keep"),
+    },
 }
 
 
@@ -69,14 +84,16 @@ def steps_by(rank, queued, ways):
     return [steps(rank, queued, **WAYS[way]) for way in ways]
 
 
-def steps(rank, queued, *, module=mlp, fused=False, deadline=None, merge=None, estimator=None, **how):
+def steps(rank, queued, *, module=mlp, fused=False, bucket_bytes=BUCKET_BYTES, stages=None, **how):
     """Each step's reads of the device by the host, and what came of the steps."""
+    of_model = {name: how.pop(name) for name in ("deadline", "merge", "estimator") if name in how}
+    planned.BUCKET_BYTES, planned.QUEUED_BYTES = bucket_bytes
     torch.manual_seed(0)
     own, reads = module(), []
     optimizer = torch.optim.AdamW(own.parameters(), lr=0.01, fused=fused)
     with (
         queued_device() if queued else nullcontext() as device,
-        staged(own, deadline=deadline, merge=merge, estimator=estimator) as model,
+        staged(own, stages=stages, **of_model) as model,
     ):
         for number in range(8):
             with HostReads(held_in(own)) as seen:

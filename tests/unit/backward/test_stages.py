@@ -1,5 +1,6 @@
 """How parameters are divided into stages, and that all ranks divide them alike."""
 
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -120,14 +121,40 @@ def test_named_stages_come_in_the_order_in_which_their_last_gradient_is_finished
     assert names_of(plan) == ["2", "0", "4"]
 
 
-@pytest.mark.parametrize(("numels", "expected"), [([1] * 5, [5]), ([2**18] * 3, [1, 1, 1]), ([1, 2**18, 1, 1], [2, 2])])
-def test_consecutive_stages_below_a_megabyte_share_a_message(numels, expected):
+def plan_of(numels):
+    """Of a stage for each of these numbers of elements."""
     module = nn.Module()
     for number, numel in enumerate(reversed(numels)):
         module.add_module(str(number), child := nn.Module())
         child.weight = nn.Parameter(torch.empty(numel, device="meta"))
-    plan = plan_stages(module, len(numels))
-    assert [len(bucket) for bucket in plan.buckets()] == expected
+    return plan_stages(module, len(numels))
+
+
+@pytest.mark.parametrize(("numels", "expected"), [([1] * 5, [5]), ([2**18] * 3, [1, 1, 1]), ([1, 2**18, 1, 1], [2, 2])])
+def test_consecutive_stages_below_a_megabyte_share_a_message(numels, expected):
+    assert [len(bucket) for bucket in plan_of(numels).buckets()] == expected
+
+
+MB = 2**18  # of elements
+
+
+@pytest.mark.parametrize(
+    "numels", [[1], [1] * 5, [25 * MB] * 20, [25 * MB, 1, 1, 90 * MB, 1, 1], [MB, 63 * MB, MB, MB, 1]]
+)
+def test_on_a_queue_stages_below_64_megabytes_share_a_message_but_not_the_first_and_the_last(numels):
+    plan = plan_of(numels)
+    few, many = replace(plan, is_queued=True).buckets(), plan.buckets()
+    assert list(chain.from_iterable(few)) == list(plan.stages)
+    assert few[0] == many[0]
+    assert few[-1][-1:] == many[-1][-1:]
+    nbytes = [[stage.nbytes for stage in bucket] for bucket in few]
+    assert all(sum(own[:-1]) < 2**26 for own in nbytes)
+    assert all(sum(own) >= 2**26 for own in nbytes[1:-2])  # the one before the last has what is left
+    assert sum(nbytes[-1][:-1]) < 2**20
+
+
+def test_gpt2_on_a_queue_has_8_messages_for_20_stages():
+    assert [len(bucket) for bucket in replace(plan_of([25 * MB] * 20), is_queued=True).buckets()] == [1, *[3] * 6, 1]
 
 
 def test_order_of_parameters_that_were_not_timed_follows_from_that_of_their_neighbours_in_the_module_tree():
