@@ -139,6 +139,7 @@ class Pings:
         self._last = of  # one assignment: the thread that pings has the step before, or all of this one
         if self._thread is None and world.monotonic() - self._looked_at > self._begins_s:
             self.begin()
+        # without a lock: set by the other thread after place and count, which are read here
         if self._is_due:
             overdue_s = world.monotonic() - self._due_at
             if is_turn(step, self._place, self._count, overdue_s, _LOOK_S * self._count):
@@ -176,6 +177,7 @@ class Pings:
         if self._pings_now(merged, is_long=is_long):
             self._began_at = world.monotonic()
             self._ping(merged, is_long=is_long)
+            # after the ping: one that takes long is not followed by another at once
             self._pinged_at = world.monotonic()
             if is_long:
                 self._num_long += 1

@@ -69,6 +69,7 @@ class HandedOnLines:
 
     def _take_over(self) -> bool:
         """Become the writer; false if the one before has lines that this rank lacks, and may still write them."""
+        # by what is in the file, not by what was heard: the writer may have died between the two
         now, last = time.monotonic(), max(self._floor, self._last_written())
         self._waits_since = now if self._waits_since is None else self._waits_since
         following = next((number for number, _ in self._pending if number > last), last + 1)
@@ -112,6 +113,7 @@ class HandedOnLines:
             size = part.stat().st_size
             os.replace(part, self._path)
         finally:
+            # after an error in the middle: another writer may come, and would find a part of no use
             part.unlink(missing_ok=True)
         return size
 

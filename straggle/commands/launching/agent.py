@@ -103,6 +103,7 @@ class Agent:
     def stop(self) -> None:
         """Ask the worker to end (SIGTERM), and do not start it again."""
         with self._lock:
+            # with the lock: `_start` looks at it there, and starts nothing after this
             self._stopping.set()
             self._together.stop()
             if self._process is not None:
@@ -127,11 +128,13 @@ class Agent:
         """Until the worker stays down; says why, nothing if it has done its work."""
         count, restarts = self._together.first_count(self._next_count), 0
         while (own := self._run_once(count)) is not None:
+            # before anything is decided: in a replica one end decides for all, and it may be another rank's
             self.exited = exited = self._together.ended(self.rank, own)
             if self._stopping.is_set():
                 break
             then = next_start(exited, restarts, self._rules)
             if isinstance(then, StaysDown):
+                # before this agent stays down: the agents of other nodes must not start theirs again
                 if job_ends(exited):
                     self._ask(partial(agents.post_over, why=f"rank {self.rank}'s configuration is wrong"))
                 return self._stays_down(then.why)
@@ -144,6 +147,7 @@ class Agent:
             )
             if self._stopping.wait(delay_s):
                 break
+            # after the delay: ranks that fail for the same reason have ended by then, too
             if failed_again(self._ask(self._last_of_all) or [None]):
                 return self._stays_down("all ranks have failed again in the same way")
             if over := self._ask(self._over):
@@ -190,6 +194,7 @@ class Agent:
 
     def _run_once(self, count: int) -> Exited | None:
         """Start the worker, wait for its end, and say both in the store; ``None`` if the launcher is being stopped."""
+        # before it runs: others take a rank whose last end is of its last start for one that has ended
         self._ask(lambda store: agents.post_started(store, self.rank, count))
         since = time.monotonic()
         try:
@@ -205,6 +210,7 @@ class Agent:
             with self._lock:
                 self._runs = False  # its number may soon be another process's
         exited = Exited.of(status, count=count, ran_s=round(time.monotonic() - since, 3))
+        # before cleaning up: members put the rank out by this word, and each second counts
         self._ask(lambda store: agents.post_exited(store, self.rank, exited))
         self._clean_up(status)
         return exited

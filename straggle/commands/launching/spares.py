@@ -93,6 +93,7 @@ class Spare:
         self.gives.close()
         if not self.is_ready:
             self.process.terminate()
+        # after SIGTERM: a process that is stopped hears it only when it goes on
         self.process.send_signal(signal.SIGCONT)
 
     def wait(self, until: float) -> int:
@@ -148,6 +149,7 @@ class Spares:
             if self._closing or not self._spares:
                 return None
             spare = next((own for own in self._spares if own.is_ready), self._spares[0])
+            # both with the lock: the thread stops only what is in the list, so this one stays awake
             self._spares.remove(spare)
             spare.process.send_signal(signal.SIGCONT)
             self._due_at = max(self._due_at, time.monotonic() + self._quiet_s)
@@ -165,6 +167,7 @@ class Spares:
         with self._lock:
             self._closing = True
         os.write(self._woken, b" ")
+        # before its pipe is closed: the number could be another file by the time that it looks
         self._thread.join()
         os.close(self._wakes)
         os.close(self._woken)
@@ -174,6 +177,7 @@ class Spares:
     def _run(self) -> None:
         self._keep()
         with self._lock:
+            # with the lock: an agent takes one of them before this, or none
             self._closing, spares = True, self._spares
         for spare in spares:
             spare.end()

@@ -62,6 +62,7 @@ class Together:
     def ended(self, rank: int, exited: Exited) -> Exited:
         """Wait until all workers of the replica have ended; the end that decides what follows for all of them."""
         with self._met:
+            # an agent that comes after its own was killed finds the decision of that start, and waits for nobody
             if exited.count not in self._decided:
                 self._ends[rank] = exited
                 self._met.notify_all()
@@ -75,6 +76,7 @@ class Together:
                 self._kills[rank]()
             self._wait(count, _KILLED_S)
         if not self._stopping and count not in self._decided:
+            # one of the waiting agents decides for all; ends that come after it are of the next start
             self._decided, self._ends = {count: deciding([*self._ends.values()])}, {}
             self._met.notify_all()
 
