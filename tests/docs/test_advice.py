@@ -169,7 +169,8 @@ ELSEWHERE = {
         "tests/ranks/test_replay.py::test_steps_in_which_members_had_changed_are_refused_in_a_replay_and_those_before_are_not"
     ),
     "straggle needs a process group: launch with torchrun and call torch.distributed.init_process_group() be": GROUPS,
-    'in a running job; write dist.init_process_group("gloo"), or leave members out': GROUPS,
+    'if a rank alone has a copy of the model: write dist.init_process_group("gloo"), or leave members out': GROUPS,
+    'in a running job. This is {}: update torch, or write dist.init_process_group("gloo")': GROUPS,
 }
 # refused by these, and done as they say by them or by the others of their file
 ELSEWHERE |= {

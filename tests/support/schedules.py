@@ -93,6 +93,7 @@ class Schedule:
     suspect_s: float = 2.0
     absence_gain: float = 1.1
     give_up_s: float = 300.0
+    backend: str = "gloo"
     faults: tuple[Fault, ...] = ()
 
     def options(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -213,6 +214,7 @@ def _with_more(chance: random.Random, schedule: Schedule, length_s: float) -> Sc
     now_and_then(0.02, steps=pick([60, 100, 150]))
     if schedule.members:
         now_and_then(0.25, collectives_every=pick([1, 1, 3]))
+        now_and_then(0.3, backend="cuda:nccl2")
     return schedule
 
 
@@ -252,6 +254,7 @@ def run(schedule: Schedule) -> Run:
             faults=schedule.faults,
             longest_s=LONGEST_S,
             end_s=20.0,
+            backend=schedule.backend,
         )
     finally:
         stages.BUCKET_BYTES = before
@@ -343,7 +346,7 @@ def shortened(schedule: Schedule, limit_s: float = 120.0) -> Schedule:
             "zero_every",
             "collectives_every",
         )
-        names += ("buffers", "grace_s", "suspect_s", "absence_gain", "quorum", "give_up_s")
+        names += ("buffers", "grace_s", "suspect_s", "absence_gain", "quorum", "give_up_s", "backend")
         fewer += [
             _with_fault(own, n, replace(fault, turns=0)) for n, fault in enumerate(own.faults) if _has_turns(fault)
         ]
@@ -373,6 +376,7 @@ KINDS: dict[str, Callable[[Schedule], object]] = {
     "pool": lambda schedule: schedule.num_parts,
     "collectives": lambda schedule: schedule.collectives_every,
     "join": lambda schedule: schedule.joins,
+    "nccl": lambda schedule: schedule.backend != "gloo",
     "sharded": lambda _: True,
 }
 _SHARDED_EVERY = 10  # of the seeds, if no kind is given

@@ -30,8 +30,11 @@ LATE = "Timed out waiting for recv operation to complete"
 class Network:
     """The links between ranks. ``delay_s``: the mean of one message's."""
 
-    def __init__(self, world: Scheduler, server: Server, num_ranks: int, delay_s: float = 5e-4) -> None:
+    def __init__(
+        self, world: Scheduler, server: Server, num_ranks: int, delay_s: float = 5e-4, backend: str = "gloo"
+    ) -> None:
         self.world, self.server, self.num_ranks, self.delay_s = world, server, num_ranks, delay_s
+        self.backend = backend  # of the default group, as its ranks see it
         self._cut: Counter[int] = Counter()  # ranks that nothing comes from or to, and for how many reasons
         self._held: list[Callable[[], None]] = []  # what comes when links are whole again
         self.meetings: dict[Hashable, Meeting] = {}
@@ -141,6 +144,10 @@ class Operation:
             for place, own in enumerate(everybody):
                 ends, result = self._given[own][0].end, kind.take(joined, place)
                 meeting.network.send(everybody, lambda ends=ends, result=result: ends("", result))  # type: ignore[misc]
+
+    def withdraw(self, rank: int) -> None:
+        """The rank takes no part: if not all have begun it by now, it never ends."""
+        self._given.pop(rank, None)
 
     def fail(self, why: str) -> None:
         """It never ends on those ranks where it has not."""
@@ -406,7 +413,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         self._world.switch()
         operation = self._meeting.operation(number, kind.of)
         self._world.after(self._limit_s, lambda: work.end(LATE))
-        _when_over(after, work, lambda: operation.begin(self._rank, kind, given, work))
+        when_over(after, work, lambda: operation.begin(self._rank, kind, given, work))
         return work
 
     def _not_over(self) -> list[Work]:
@@ -418,14 +425,14 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return works[-1]
 
 
-def _when_over(works: Sequence[Work], work: Work, call: Callable[[], None]) -> None:
+def when_over(works: Sequence[Work], work: Work, call: Callable[[], None]) -> None:
     """Call it when all ``works`` are over; if one failed, so does ``work``."""
     left = [own for own in works if not own.is_completed()]
     failed = [own.error for own in works if own.is_completed() and own.error]
     if failed:
         work.end(failed[0])
     elif left:
-        left[0].then(lambda: _when_over(works, work, call))
+        left[0].then(lambda: when_over(works, work, call))
     else:
         call()
 

@@ -231,6 +231,7 @@ def simulated(
     seed: int = 0,
     faults: Sequence[Fault] = (),
     longest_s: float = 600.0,
+    backend: str = "gloo",
 ) -> Iterator[Job]:
     """A job for whoever calls `Job.run_for`, and kills, freezes and starts ranks in between; see `run_world`."""
     check_count("ranks", ranks, least=1)
@@ -240,7 +241,7 @@ def simulated(
     load_optional_parts()  # a rank that loaded one later would hold Python's lock of imports where threads take turns
     scheduler = Scheduler(seed, longest_s, process.RandomNumbers().switch)
     server = Server(scheduler)
-    network = Network(scheduler, server, ranks)
+    network = Network(scheduler, server, ranks, backend=backend)
     own = primitives(scheduler)
     job = Job(scheduler, network, server, loop, ranks, own["Thread"], notes={number: [] for number in range(ranks)})
     others = {
@@ -282,17 +283,19 @@ def run_world(
     faults: Sequence[Fault] = (),
     longest_s: float = 600.0,
     end_s: float = 60.0,
+    backend: str = "gloo",
 ) -> Run:
     """Run ``loop(rank)`` on each of the ``ranks``, in one order of events, which ``seed`` draws.
 
     The loop is a training loop as it would be under torchrun, around `StagedDataParallel`; it
     takes time by ``rank.work(seconds)`` or ``time.sleep`` alone. Links are not measured here, as that needs sockets.
+    ``backend``: of the default process group, as ranks see it; with "cuda:nccl2" members merge over a simulated nccl.
     Raises `Broken` if no thread can go on,
     if it is not over after ``longest_s`` seconds of virtual time, if a thread waits for others while it holds a lock,
     if a thread of straggle's ends by an error, if ranks' collectives differ, or if threads are left ``end_s`` after
     the loops; ``ValueError`` for a fault of a rank that there is not.
     """
-    with simulated(loop, ranks=ranks, seed=seed, faults=faults, longest_s=longest_s) as job:
+    with simulated(loop, ranks=ranks, seed=seed, faults=faults, longest_s=longest_s, backend=backend) as job:
         return job.run_to_the_end(end_s)
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
@@ -21,6 +22,7 @@ from torch.distributed import _composable_state, device_mesh, distributed_c10d
 
 from straggle import world
 from straggle.lab.world.groups import Network, gloo_of
+from straggle.lab.world.nccl import nccl_of
 from straggle.lab.world.process import HeldByProcess
 from straggle.lab.world.scheduler import Thread
 from straggle.lab.world.store import PrefixStore, Store
@@ -72,11 +74,16 @@ def entered(network: Network) -> Iterator[None]:
     """In this block, threads of the world have this network's groups and stores from `torch.distributed`."""
     gloo = gloo_of(network)
     isolate: Any = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
-    own = {"ProcessGroupGloo": gloo, "PrefixStore": PrefixStore}
+    own: dict[str, Any] = {"ProcessGroupGloo": gloo, "PrefixStore": PrefixStore}
+    as_seen: dict[str, Any] = {}
+    if network.backend != "gloo":
+        as_seen = {"get_backend_config": lambda _group=None: network.backend, "ProcessGroupNCCL2": nccl_of(network)}
     states = _composable_state._module_state_mapping
     with (
         patch.multiple(distributed_c10d, _world=_GroupsOfProcess(distributed_c10d._world), **own),
         patch.multiple(dist, **own),
+        patch.multiple(dist, create=True, **as_seen) if as_seen else nullcontext(),
+        patch.object(distributed_c10d, "ReconfigureOptions", SimpleNamespace, create=True),
         patch.object(device_mesh, "get_backend", _backend_for_meshes),
         patch.object(_composable_state, "_module_state_mapping", HeldByProcess(states, WeakKeyDictionary)),
         patch.object(sys, "excepthook", sys.excepthook),  # to which init_process_group adds the rank
@@ -91,7 +98,7 @@ def entered(network: Network) -> Iterator[None]:
 def begin(network: Network, rank: int, start: int, limit_s: float = 1800.0) -> None:
     """``init_process_group`` of a process: ``start`` tells it from others that this rank had.
 
-    As with gloo's lazy connections, nobody waits for the others here.
+    As with gloo's lazy connections, nobody waits for the others here. It is a group of gloo, whatever the ranks see.
     """
     corner = PrefixStore(f"default/{start}", Store(network.server))
     dist.init_process_group(

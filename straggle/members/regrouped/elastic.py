@@ -19,7 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from straggle import world
+from straggle.backward.device import device_of
 from straggle.members.agents import Exited, exited
+from straggle.members.regrouped.formed_again import Communicator
 from straggle.members.views.in_replica import ALONE, InReplica
 from straggle.members.views.membership import Membership, new_incarnation
 from straggle.members.views.view import Elastic, View
@@ -41,6 +43,7 @@ from straggle.waits import end_of, until
 _SLICE_S = 0.02
 _MERGE_SLICE_S = 0.1  # each slice that ends before the merge costs 0.2 ms of CPU, for gloo's timeout error
 _FORM_S = 20.0  # for the members of a view to meet
+_NCCL_S = 10.0  # then for each of the four things by which nccl forms its communicator again
 OLD_S = 600.0  # after which gloo itself ends launched collectives: those of a group that is not used any more, too
 _OLD_LOOK_S = 0.1  # between two checks whether they have ended
 _models = world.OfProcess(count)  # numbers the prefixes of elastic models in the store
@@ -55,7 +58,9 @@ class MetAnew(Exception):
 
 
 class ElasticChannel(Channel):
-    """The channel of a model whose ranks may leave and come back; it uses gloo and all ranks of the job.
+    """The channel of a model whose ranks may leave and come back; it uses all ranks of the job.
+
+    Gradients go over gloo, or over nccl if the job's process group is one of nccl; all else goes over gloo.
 
     ``comes_late``: the job has begun without this rank. ``of_replica``: the ranks that are a member together, if that
     is not one rank; then this is the channel of those that have the same shard of all members.
@@ -66,7 +71,8 @@ class ElasticChannel(Channel):
     def __init__(self, elastic: Elastic, *, give_up_s: float, of_replica: Channel | None = None) -> None:
         self._elastic, self._of_replica = elastic, of_replica
         self._formed: ProcessGroups | None = None
-        self._made: Sequence[GlooGroup] = ()  # the groups of `formed`, by their type here
+        self._made: Sequence[GlooGroup] = ()  # those groups of `formed` that are gloo's
+        self._communicator: Communicator | None = None  # for gradients, over nccl
         self._waits_for_old = world.Lock()
         self.generation = -1
         self.ended: BaseException | None = None  # what ended the job for this rank
@@ -77,16 +83,22 @@ class ElasticChannel(Channel):
         """That of this rank's replica, if it has others: the group of all ranks is not used then."""
         return super()._time_limit_of(parent) if self._of_replica is None else self._of_replica.patience.group_s
 
-    def _meet(self, parent: dist.ProcessGroup) -> str:  # noqa: ARG002
-        if self._queued:
+    def _meet(self, parent: dist.ProcessGroup) -> str:
+        over_nccl, self._queued = self._queued, False  # the host waits for each merge: all members must have it
+        if over_nccl and (self._of_replica is not None or "nccl" not in str(world.dist.get_backend_config(parent))):
             raise ValueError(
-                "members=Elastic() needs a gloo process group: nccl's groups cannot be formed again in a running job; "
+                "members=Elastic() needs a gloo process group, or one of nccl if a rank alone has a copy of the model: "
                 'write dist.init_process_group("gloo"), or leave members out'
             )
         corner = f"straggle/elastic/{next(_models.here)}"
         inside, incarnation = self._take_place()
         store = default_store()
         check_answers(store, self.give_up_s)
+        if over_nccl:
+            has_cuda = torch.cuda.is_available()
+            device = torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
+            connect = partial(connect_all, store, f"{corner}/nccl")
+            self._communicator = Communicator(connect, self.rank, self.world_size, device_of(device))
         self.membership = Membership(
             self.rank,
             self.world_size,
@@ -157,8 +169,9 @@ class ElasticChannel(Channel):
 
     def form(self, view: View, limit_s: float = _FORM_S) -> bool:
         """Meet the other members of a view; false if there is a newer view, or if a member does not come."""
+        self.revoke()
         place, size = view.ranks.index(self.rank), len(view.ranks)
-        made: dict[str, GlooGroup] = {}
+        made: dict[str, Any] = {}
         given_up, has_ended = world.Event(), world.Event()
         corner = f"generation/{view.job}/{view.generation}"
 
@@ -166,10 +179,15 @@ class ElasticChannel(Channel):
             try:
                 # gloo's own wait for a missing member cannot be interrupted; this one can
                 if self._come_to(corner, place, size, given_up, limit_s):
-                    # in parallel: each group asks the store for one rank after the other
-                    control = self.membership.spawn(make, "control")
-                    make("data")
-                    end_of([control])
+                    if self._communicator is None:
+                        # in parallel: each group asks the store for one rank after the other
+                        control = self.membership.spawn(make, "control")
+                        make("data")
+                        end_of([control])
+                    else:
+                        make("control")
+                        if "control" in made:
+                            made["data"] = self._communicator.form(made["control"], size, _NCCL_S)
             except (RuntimeError, OSError) as error:
                 self._note_unformed(view, error)
             finally:
@@ -184,15 +202,28 @@ class ElasticChannel(Channel):
 
         # on a thread that is abandoned if a member dies meanwhile: nothing else ends this call
         self.membership.spawn(meet)
-        until(lambda: has_ended.is_set() or self._is_past(view), every_s=_SLICE_S / 4, pause=has_ended.wait)
+        until(
+            lambda: has_ended.is_set() or self._is_past(view),
+            every_s=_SLICE_S / 4,
+            limit_s=2 * limit_s + 4 * _NCCL_S,
+            pause=has_ended.wait,
+        )
         given_up.set()
         if not has_ended.is_set() or len(made) < 2:
+            if self._communicator is not None and "control" in made and not self._is_past(view):
+                # others may have formed theirs, and wait for this rank
+                self.membership.detector.connection_broke(generation=view.generation)
             return False
         # the groups before their number: who reads the number of a view finds its groups
         self._formed = ProcessGroups(made["data"], made["control"], view.ranks)
         self.generation = view.generation
-        self._keep_groups(tuple(made.values()))
+        self._keep_groups(tuple(group for group in made.values() if isinstance(group, GlooGroup)))
         return True
+
+    def revoke(self) -> None:
+        """The members change: end what is on its way over nccl. What gloo has on its way ends by itself."""
+        if self._communicator is not None:
+            self._communicator.revoke()
 
     def _come_to(self, corner: str, place: int, size: int, given_up: world.Event, limit_s: float) -> bool:
         """Say that this member is there, and wait for the others; false if it is given up, or takes too long."""
@@ -400,6 +431,8 @@ class ElasticChannel(Channel):
         else:
             self.membership.leave_with_an_error(self._progress.raised(self.name, error))
         self.membership.close()
+        if self._communicator is not None:
+            self._communicator.close()
         super().close()
 
 

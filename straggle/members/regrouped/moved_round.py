@@ -13,7 +13,7 @@ from straggle.members.views.view import MergeProgress, Repair
 from straggle.merge.round.buffers import StageBuffers
 from straggle.merge.round.round import Round
 from straggle.merge.rows.telemetry import Row
-from straggle.merge.wire.groups import ProcessGroups, succeeded
+from straggle.merge.wire.groups import ProcessGroups, kept_by, succeeded
 from straggle.report import CAUSES
 
 
@@ -94,14 +94,16 @@ def go_on(
 ) -> None:
     """Go on among the members of ``groups``. ``place_of``: each rank's place. ``new``: this rank has just joined.
 
-    A bucket that was in flight and that no member has is lost: its gradients do not count. The old merges may still
-    write into the buffers that they were launched with, even if only what is there already, so ``renew()`` gives other
-    buffers.
+    A bucket that was in flight and that no member has is lost: its gradients do not count, unless this rank has kept
+    what it gave. The old merges may still write into the buffers that they were launched with, even if only what is
+    there already, so ``renew()`` gives other buffers.
     """
     num_launched = repair.num_launched if new else len(current.launched)
-    lost = frozenset(b for b in range(num_launched) if b not in notes.merged)
-    if lost or not all(work.is_completed() for work in chain.from_iterable(current.launched)):
-        current.move(renew(), lost)
+    in_flight = [b for b in range(num_launched) if b not in notes.merged]
+    kept = {b: own for b in in_flight if b < len(current.launched) and (own := kept_by(current.launched[b]))}
+    lost = frozenset(in_flight) - kept.keys()
+    if in_flight or not all(work.is_completed() for work in chain.from_iterable(current.launched)):
+        current.move(renew(), lost, kept)
     notes.lose(lost - repair.given.keys())
     launched: list[list[dist.Work]] = [[] for _ in range(num_launched)]
     for bucket in range(num_launched):

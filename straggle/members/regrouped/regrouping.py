@@ -187,6 +187,8 @@ class Regrouping:
         if self._member.notice.has_left:  # its training thread has yet to take its last step
             self._channel.pass_over(view)
             return
+        # before anything that takes the lock of the merge: whoever launches holds it, and nccl may not let it go before
+        self._channel.revoke()
         self._check_number(view, with_returning=True)
         if not membership.is_member:
             self._member.put_out()

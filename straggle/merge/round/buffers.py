@@ -296,16 +296,20 @@ class StageBuffers:
         """Start to give a bucket that is merged to all; ``source``: the place of the rank that has it."""
         return [work for flat in self._buckets[bucket] for work in flat.broadcast(groups, source)]
 
-    def take_over(self, other: StageBuffers, lost: Collection[int]) -> None:
-        """Copy what another has, but for the ``lost`` buckets, into these, which are zeros."""
+    def take_over(self, other: StageBuffers, lost: Collection[int], kept: Mapping[int, Sequence[Tensor]]) -> None:
+        """Copy what another has, but for the ``lost`` buckets, into these, which are zeros.
+
+        ``kept``: by their buckets, the messages that it does not have any more as they were.
+        """
         self._again_bytes = other._again_bytes
         self._finite.take_over(other._finite)
         for number, (mine, theirs) in enumerate(zip(self._buckets, other._buckets, strict=True)):
+            if number in lost:
+                continue
+            was = kept.get(number) or [message for its in theirs for message in its.messages]
+            for message, old in zip([message for flat in mine for message in flat.messages], was, strict=True):
+                message.copy_(old)
             for flat, its in zip(mine, theirs, strict=True):
-                if number in lost:
-                    continue
-                for message, old in zip(flat.messages, its.messages, strict=True):
-                    message.copy_(old)
                 if flat.wire is not None:  # of a bucket that was not launched, the messages have nothing yet
                     flat.gradients.copy_(its.gradients)
 

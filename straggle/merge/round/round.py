@@ -428,10 +428,10 @@ class Round:
         self.hold_back()
         self.launched = []
 
-    def move(self, buffers: StageBuffers, lost: frozenset[int]) -> None:
-        """Go on in these buffers with what is in its own, but for the ``lost`` buckets."""
+    def move(self, buffers: StageBuffers, lost: frozenset[int], kept: Mapping[int, Sequence[Tensor]]) -> None:
+        """Go on in these buffers with what is in its own, but for the ``lost`` buckets; messages that are ``kept``."""
         old, self.buffers = self.buffers, buffers
-        buffers.take_over(old, lost)
+        buffers.take_over(old, lost, kept)
 
     def go_on_in(
         self, groups: ProcessGroups, launched: list[list[dist.Work]], generation: int, *, rows_tell_all: bool

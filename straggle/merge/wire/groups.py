@@ -27,7 +27,7 @@ OWN_GROUP = "straggle"  # the description of its groups, in torch's records of c
 # of which some is in each error of gloo's transport, and of torch's about a peer that is gone or too slow
 _WORDS_OF_TRANSPORT = ("gloo/transport", "connect", "socket", "closure", "closed", "timed out", "timeout")
 _WATCHDOG_S = 60.0  # beyond twice the time that ranks wait for each other
-_POLL_S = 50e-6
+_POLL_S, _LONGEST_POLL_S = 50e-6, 500e-6
 _parts = world.OfProcess(weakref.WeakKeyDictionary[Any, tuple[int, int]])  # by default groups (`begin_as_part`)
 _SMALL_MESSAGES = 4  # of which the quickest says what a small one takes: the first ones connect, and machines are busy
 
@@ -235,9 +235,24 @@ class Polled:
 
     def wait(self, timeout: timedelta = timedelta.max) -> bool:
         """Wait for so long. Raises ``RuntimeError`` if it is not over then, or failed."""
-        if not until(self._work.is_completed, every_s=_POLL_S, limit_s=timeout.total_seconds()):
+        limit_s = timeout.total_seconds()
+        if not until(self._work.is_completed, every_s=_POLL_S, most_s=_LONGEST_POLL_S, limit_s=limit_s):
             raise RuntimeError("not yet")
         return bool(self._work.wait())  # makes this thread's queue wait, and raises the collective's error
+
+
+class Kept(Polled):
+    """One whose tensor's content from before is ``kept``, for the case that it is made again among other ranks."""
+
+    def __init__(self, work: dist.Work, kept: Tensor | None) -> None:
+        super().__init__(work)
+        self.kept = kept
+
+
+def kept_by(works: Sequence[dist.Work]) -> list[Tensor]:
+    """What each of these had in its tensor before; nothing if one does not keep it, as gloo's do not."""
+    kept = [work.kept for work in works if isinstance(work, Kept) and work.kept is not None]
+    return kept if len(kept) == len(works) else []
 
 
 def messages_at_a_time(group: Group, size: int, clock: Callable[[], float] = world.clock) -> int:
