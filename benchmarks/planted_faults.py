@@ -406,8 +406,8 @@ MEMBERS = [
     Fault(
         "old-merge-still-writes",
         "members/regrouped/moved_round.py",
-        "if lost or not all(work.is_completed() for work in chain.from_iterable(current.launched)):",
-        "if lost:",
+        "if in_flight or not all(work.is_completed() for work in chain.from_iterable(current.launched)):",
+        "if in_flight:",
     ),
     Fault(
         "gradient-of-one-who-left-is-not-told",
