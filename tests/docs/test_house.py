@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import straggle
+from straggle.building import load_optional_parts
 
 ROOT = Path(straggle.__file__).parent
 DOCS = ROOT.parent / "docs"
@@ -162,6 +163,10 @@ def test_what_is_loaded_before_a_model_is_wrapped_has_no_optional_part(
     assert [name for name in loaded if name.split(".")[1:2] and name.split(".")[1] in _OPTIONAL] == []
     assert len(loaded) <= most_files
     assert sum(loaded.values()) <= most_lines
+
+
+def test_parts_that_are_loaded_when_a_model_asks_for_them_are_where_they_are_looked_for() -> None:
+    load_optional_parts()
 
 
 def test_public_names_are_where_the_package_looks_for_them() -> None:
