@@ -24,14 +24,15 @@ part() {
   [ "$status" = 0 ] || failed+=("$name ($status)")
 }
 
-part machine 60 -c "import torch; print(torch.__version__, torch.version.cuda, torch.cuda.get_device_name())"
+part machine 30 -c "import torch; print(torch.__version__, torch.version.cuda, torch.cuda.get_device_name())"
 tests=(-m pytest -q -n0 -rs -p no:cacheprovider)
 part sharded 180 "${tests[@]}" tests/cluster/test_gpu_sharded.py
 part tests 240 "${tests[@]}" -m "not slow" tests/cluster/test_gpu.py tests/cluster/test_gpu_late.py
+part members 60 "${tests[@]}" tests/cluster/test_gpu_members.py
 workloads=(text)
 "$python" -c "import transformers" 2>/dev/null && workloads+=(gpt2)
 part turns-1 150 benchmarks/gpu.py "${workloads[@]}" --watched --rounds 12
 part turns-2 150 benchmarks/gpu.py "${workloads[@]}" --watched --rounds 12
-part waits 90 benchmarks/gpu.py text --rounds 4 --profile
+part waits 60 benchmarks/gpu.py text --rounds 4 --profile
 echo "failed: ${failed[*]:-none}"
 [ ${#failed[@]} = 0 ]

@@ -506,7 +506,8 @@ def _member_main(
             store = dist.TCPStore(place[1], place[2], is_master=False)
         store.set_timeout(timedelta(seconds=60))
         corner = dist.PrefixStore(corner_name, store)  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=corner, rank=rank, world_size=world_size)
+        backend = os.environ.get("BACKEND_OF_RANKS", "gloo")
+        dist.init_process_group(backend, store=corner, rank=rank, world_size=world_size)
         try:
             function, args = pickle.loads(payload)
             result: Any = function(rank, Board(Path(folder, "board"), world_size), *args)

@@ -114,13 +114,24 @@ class Expected:
             of_left = {0.0}
             if left and gone:
                 (rank,) = gone
-                of_left = {own_gradient(self._plan, rank, report.step, layer_of(stage)), self._estimate(stage)} - {None}
+                estimate, of_left = self._estimate(stage), set()
+                for share in self._shares(left):
+                    own = own_gradient(self._plan, rank, report.step, layer_of(stage), share)
+                    filled_in = left - share if estimate is not None and share < min(1, left) else 0.0
+                    of_left |= {own, own + filled_in / left * ((estimate or 0.0) - own)}
+                of_left |= {estimate} - {None}
             if weight := left + sum(own for own, _ in given):
                 expected += [(sum(own for _, own in given) + left * own) / weight for own in of_left]
             else:
                 expected.append(self._estimate(stage) if isinstance(self._plan.estimator, OF_MERGED) else None)
         self.num_left += stage.weight - of_rows > TOLERANCE * stage.weight
         return expected
+
+    def _shares(self, weight):
+        """Which shares of its micro-batches may have so much weight, if it gave each of them one, two or three."""
+        shares = [(done + 1) / self._plan.num_microbatches for done in range(self._plan.num_microbatches)]
+        exact = [share for share in shares if any(abs(weight - own * share) < TOLERANCE for own in (1, 2, 3))]
+        return exact or shares  # the rest of it is an estimate's
 
     def _gone(self, report):
         """Those that have left in this step."""
