@@ -247,5 +247,5 @@ def test_lightning_waits_if_it_gives_numbers_to_a_logger_alone(words, num_reads,
         assert waits == 0
         assert [len(of_step) for of_step in reads[PLANNED:]] == [0, num_reads, 0, 0, 0]
         assert logged[1:] == pytest.approx(on_host[rank][2][:-1])
-        assert logged[0] != on_host[rank][2][0]  # this rank's own
+        assert math.isfinite(logged[0])  # this rank's own: there is no merged one so far
         assert state == on_host[rank][3]

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from training import Chain, Stopper, features, grads, mlp
 
-from straggle import LastMerged, Merge
+from straggle import LastMerged, Merge, world
 from straggle.backward import stages as planned
 
 pytestmark = pytest.mark.light
@@ -408,6 +408,46 @@ def test_report_has_each_scalar_that_was_logged_in_its_step_with_its_mean_or_as_
         ):
             assert repr(scalars) == repr(expected), (number, schedule[number - 1 : number + 1])
             assert awaited == ({"loss"} if comes else set())
+
+
+STUCK = ("between two steps", "before it logs", "after it has logged")
+
+
+def logs_while_stuck(rank, where):
+    """Each report's scalars, if rank 1 is stuck there in every third step; each rank logs a number and a tensor."""
+    module, found = mlp(), []
+    with queued_device(), staged(module, deadline=0.1) as model:
+        model.register_step_hook(
+            lambda record: found.append(
+                (dict(record.report.scalars), record.awaited, [own.stood_in for own in record.report.ranks])
+            )
+        )
+        for number in range(12):
+            stuck = rank == 1 and number % 3 == 2
+            if stuck and where == "between two steps":
+                world.sleep(1.0)
+            with model.step() as step:
+                if stuck and where == "before it logs":
+                    world.sleep(1.0)
+                step.log(number=float(number), tensor=torch.tensor(float(number)))
+                if stuck and where == "after it has logged":
+                    world.sleep(1.0)
+                world.sleep(0.05)
+                model(features(rank, number)).square().mean().backward()
+        model.close()
+    return found
+
+
+@pytest.mark.parametrize("where", STUCK)
+def test_report_has_a_tensor_beside_each_number_also_if_a_rank_is_stood_in_for(where):
+    first, *others = run_ranks(logs_while_stuck, 3, where)
+    assert all(repr(own) == repr(first) for own in others)
+    assert sum(any(stood_in) for _, _, stood_in in first) >= 3
+    for step, (scalars, awaited, _) in enumerate(first):
+        assert scalars["number"] == step
+        assert math.isnan(scalars["tensor"]) == ("tensor" in awaited) == (step == 0)
+        # of the step before, and of a rank that comes back also of those in which it was stood in for
+        assert step == 0 or step - 4 <= scalars["tensor"] <= step - 1
 
 
 # -- found by chance
