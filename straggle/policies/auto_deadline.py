@@ -12,8 +12,9 @@ from typing import final
 import torch
 from torch import Tensor
 
+from straggle.policies.changed_times import CERTAIN, ChangedTimes
 from straggle.policies.deadline import Deadline, LateHandling, NextDeadline, check_count, check_number, quantile_of
-from straggle.policies.history import History
+from straggle.policies.history import History, Progress
 from straggle.policies.price import PRICE, kept, price_of
 from straggle.policies.what_if.recorded_steps import StepTimes, outcomes
 from straggle.policies.what_if.step_model import StopRules
@@ -120,9 +121,10 @@ class AutoDeadline(Deadline):
     next to nothing else. What is dropped has a price if the gain is doubtful (`price_of`). The longest is also taken if
     what was dropped in the last ``window`` steps did not bring more gradient per second than waiting, or its price
     (`kept`). Then a rank of which nothing is known has four times the median's time in one step first. ``every``: steps
-    between two choices; in its first ten steps it chooses in each. If work is dealt out by speed, it begins again when
-    shares change: earlier times are not those of the new shares (`steps_since_dealt`). It predicts what the last choice
-    is expected to drop.
+    between two choices; in its first ten steps it chooses in each. It begins again when a rank's time has changed for
+    good (`ChangedTimes`) and, if work is dealt out by speed, when shares change (`steps_since_dealt`): earlier times
+    say nothing of those to come; nor do those of the first ``warmup_steps``. It predicts what the last choice is
+    expected to drop.
     """
 
     wants_progress = True
@@ -149,6 +151,7 @@ class AutoDeadline(Deadline):
         self.max_over_median = max_over_median
         self.chosen: Choice | None = None
         self._chosen_at = -1, True
+        self._changed = ChangedTimes()
         self._late_handling = LateHandling()
         self._parts: Sequence[int] = ()
 
@@ -159,16 +162,23 @@ class AutoDeadline(Deadline):
     def decide(self, history: History) -> NextDeadline:
         if history.num_steps < self.warmup_steps or history.progress is None:
             return NextDeadline(math.inf)
-        dealt = steps_since_dealt(history.progress.weight)
-        number = history.num_steps - self.warmup_steps if dealt is None else dealt - _SETTLED
+        number, most = self._begun(history, history.progress)
         since = min(number % self.every, max(0, number - _AT_FIRST + 1))  # steps since the last choice
-        most = history.num_steps if dealt is None else dealt
         if self.chosen is None or (history.num_steps - since, history.evenly) != self._chosen_at:
             self._chosen_at = history.num_steps - since, history.evenly
             self.chosen = self._choose(history, most, since)
         if self.chosen.is_probe and since:  # a rank was given more time in the step after that choice
             self.chosen = self._choose(history, most, since - 1, may_hear=False)
         return NextDeadline(self.chosen.tau_s, self.chosen.dropped, self.chosen.after_quorum_s)
+
+    def _begun(self, history: History, progress: Progress) -> tuple[int, int]:
+        """How many steps ago was the first choice from the steps that tell of those to come, and how many are these."""
+        of_changes = self._changed.steps_since(history, self._late_handling.quorum_among, self.warmup_steps), CERTAIN
+        begun = (steps_since_dealt(progress.weight), _SETTLED), of_changes
+        steps, settled = min(((steps, own) for steps, own in begun if steps is not None), default=(None, 0))
+        if steps is None:
+            return history.num_steps - self.warmup_steps, max(1, history.num_steps - self.warmup_steps)
+        return steps - settled, steps
 
     def _choose(self, history: History, most: int, since: int, may_hear: bool = True) -> Choice:
         """Choose from the steps until ``since`` steps ago; at most the last ``most`` steps are used."""

@@ -201,7 +201,7 @@ BUDGET = {
     "members": 7060,
     "merge": 9880,
     "observe": 5240,
-    "policies": 2750,
+    "policies": 2900,
     "pools": 1400,
     "replay": 170,
     "source": 1450,

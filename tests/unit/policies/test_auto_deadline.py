@@ -13,6 +13,7 @@ from straggle.lab.simulate.communication import Constant
 from straggle.lab.simulate.ranks import simulate_times
 from straggle.lab.simulate.units import Work
 from straggle.policies.auto_deadline import steps_since_dealt
+from straggle.policies.changed_times import ChangedTimes
 from straggle.policies.what_if.step_model import StopRules, computed_share, simulate_step
 from straggle.policies.what_if.untruncated import any_unheard, untruncated_times
 
@@ -203,7 +204,7 @@ def test_what_is_dropped_of_a_rank_counts_by_its_weight(weight, drops):
 @pytest.mark.parametrize(("steps_ago", "drops"), [(50, False), (45, True)])
 def test_choice_is_made_from_the_last_window_of_steps(steps_ago, drops):
     times = torch.linspace(0.4, 1.0, 8).repeat(75, 4, 1)
-    times[: 75 - steps_ago, 3] *= 3.0  # until so many steps ago
+    times[: 75 - steps_ago : 2, 3] *= 9.0  # until so many steps ago, now and then
     decided = AutoDeadline(window=50).decide(history(times, 77))
     assert (decided.predicted_drop > 0.01) == drops
 
@@ -261,3 +262,101 @@ def test_new_shares_are_chosen_for_in_each_of_the_first_ten_steps_and_then_once_
     assert len(set(seen[2:12])) > 1
     assert len(set(seen[12:27])) == 1
     assert seen[27] > seen[26]
+
+
+SLOW_FROM = 60
+
+
+def some_slow(ranks, factors, steps, slow, apart=0.02):
+    """One stage's seconds of four, (steps, ranks, units): ``factors`` of the last ranks in the steps of ``slow``."""
+    generator = torch.Generator().manual_seed(1)
+    own = (apart * torch.randn(steps, ranks, generator=generator)).exp()
+    for rank, factor in enumerate(factors, ranks - len(factors)):
+        own[slow, rank] *= factor
+    return own.unsqueeze(2) * units_of("stage").base_s
+
+
+@pytest.mark.parametrize("begins", [10, SLOW_FROM, 85])  # with little before it, between two choices, just after one
+@pytest.mark.parametrize(("ranks", "factors"), [(2, [3]), (4, [2]), (4, [2, 4]), (16, [2])])
+def test_rank_that_turns_slow_is_not_waited_for_after_five_steps(ranks, factors, begins):
+    own_s = some_slow(ranks, factors, begins + 40, slice(begins, None))
+    done = simulate_times(own_s, units_of("stage"), AutoDeadline(), LateHandling(), Constant())
+    assert done.step_s[begins + 5 :].max() < 1.2 * done.step_s[:begins].median()
+    assert done.step_s[begins] > 1.3 * done.step_s[:begins].median()
+
+
+def test_rank_that_is_quick_again_has_its_time_after_twelve_steps():
+    """Until it has ended four of them it is stopped at times, when it ends a little after the others."""
+    own_s = some_slow(4, [2], 120, slice(SLOW_FROM, SLOW_FROM + 12))
+    done = simulate_times(own_s, units_of("stage"), AutoDeadline(), LateHandling(), Constant())
+    assert done.dropped[SLOW_FROM + 5 : SLOW_FROM + 12].min() > 0.1
+    assert done.dropped[SLOW_FROM + 12 :].max() < 0.05
+    assert float(done.dropped[SLOW_FROM + 24 :].max()) == 0.0
+
+
+def changes_in(factors, finished=None):
+    """The steps after which a change is known, and those with which it began, in steps of (steps, ranks) seconds."""
+    found, policy = {}, ChangedTimes()
+    for end in range(1, len(factors) + 1):
+        seen = history(factors[max(0, end - 99) : end].unsqueeze(2), end)
+        if finished is not None:
+            seen = replace(seen, finished=finished[max(0, end - 99) : end])
+        since = policy.steps_since(seen, LateHandling().quorum_among, 2)
+        fresh = ChangedTimes().steps_since(seen, LateHandling().quorum_among, 2)
+        assert since == fresh  # so every rank has the same answer, also one that begins here
+        if since is not None:
+            found.setdefault(end - since, end)
+    return found
+
+
+def noise(ranks, steps=300, apart=0.05, together=0.0):
+    generator = torch.Generator().manual_seed(2)
+    own = apart * torch.randn(steps, ranks, generator=generator)
+    return (own + together * torch.randn(steps, 1, generator=generator)).exp()
+
+
+def stalled(factors, each, long, factor):
+    for first in range(15, len(factors), each):
+        factors[first : first + long, 0] *= factor
+    return factors
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 32])
+@pytest.mark.parametrize(
+    "factors",
+    [
+        lambda ranks: noise(ranks),
+        lambda ranks: noise(ranks, apart=0.4),  # a heavy tail
+        lambda ranks: noise(ranks, apart=0.15, together=0.24),
+        lambda ranks: stalled(noise(ranks), 20, 1, 10.0),  # garbage
+        lambda ranks: stalled(noise(ranks), 50, 3, 4.0),  # a checkpoint of three steps
+        lambda ranks: torch.cat([noise(ranks, 100), 4 * noise(ranks, 100)]),  # all of them at once
+    ],
+)
+def test_noise_and_stalls_are_no_change(factors, ranks):
+    assert changes_in(factors(ranks)) == {}
+
+
+@pytest.mark.parametrize("factor", [1.5, 4])
+@pytest.mark.parametrize("ranks", [2, 4, 32])
+def test_change_is_known_after_four_steps_and_dated_to_its_first(ranks, factor):
+    factors = noise(ranks)
+    factors[100:112, 1] *= factor
+    factors[200:, 1] *= factor
+    assert changes_in(factors) == {100: 104, 112: 116, 200: 204}
+
+
+def test_stopped_rank_is_slow_but_quick_again_only_if_it_ends():
+    """It was stopped at 1.4; what it then would have taken is unknown, until it ends a step by itself."""
+    factors, finished = noise(4), torch.ones(300, 4, dtype=torch.bool)
+    factors[100:150, 1], finished[100:150, 1] = 1.4, False
+    factors[120:150, 1] = 1.0  # by a shorter deadline
+    assert changes_in(factors, finished) == {100: 104}
+    finished[150:, 1] = True
+    assert changes_in(factors[:, [0, 1, 1, 2]], finished[:, [0, 1, 1, 2]]) == {100: 104}
+
+
+def test_slow_first_steps_are_not_chosen_from():
+    times = torch.linspace(0.4, 1.0, 8).repeat(12, 4, 1)
+    times[:2, 3] *= 20
+    assert AutoDeadline().decide(history(times)) == AutoDeadline().decide(history(times[2:], 12))
