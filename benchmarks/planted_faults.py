@@ -343,8 +343,8 @@ MEMBERS = [
     Fault(
         "waits-for-a-view-that-is-there",
         "members/member.py",
-        "elif admits(table) and step >= self._let_in_at and not self.notes_of(current).complete:",
-        "elif admits(table) and step >= self._let_in_at:",
+        "elif admits(table) and self._lets_in.is_open(step) and not self.notes_of(current).complete:",
+        "elif admits(table) and self._lets_in.is_open(step):",
     ),
     Fault("refilled-view-is-no-new-one", "members/views/refill.py", "return newest.again()", "return newest"),
     # -- who is gone

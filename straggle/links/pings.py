@@ -72,6 +72,59 @@ class _Round:
         self.asks_out = True
 
 
+class _Turn:
+    """When this rank pings: once that is due, behind a merge after which it is its turn. Shared by two threads.
+
+    The thread that pings says that it is due, and the training thread that the turn has come.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.is_due, self._due_at = False, math.inf  # whether a ping waits for a merge to end, and since when
+        self._place, self._count = rank, world_size  # among the members
+        self._come = world.Event()  # a merge has just ended after which this rank pings
+
+    def merged(self, step: int) -> None:
+        """``step`` has just been merged; by the training thread."""
+        # without a lock: set by the other thread after place and count, which are read here
+        if self.is_due:
+            overdue_s = world.monotonic() - self._due_at
+            if is_turn(step, self._place, self._count, overdue_s, _LOOK_S * self._count):
+                self._come.set()
+
+    def wait(self) -> None:
+        """Until it has come, or for a moment."""
+        self._come.wait(_LOOK_S)
+
+    def end(self) -> None:
+        """Who waits waits no longer."""
+        self._come.set()
+
+    def forget(self) -> None:
+        """What has come so far was for another ping."""
+        self._come.clear()
+
+    def is_due_among(self, members: Sequence[int], rank: int) -> None:
+        """A ping is due, and these take turns."""
+        # before it is due: from then on the training thread reads them
+        self._count = max(1, len(members))
+        self._place = members.index(rank) if rank in members else 0
+        self.is_due_now()
+
+    def is_due_now(self) -> None:
+        """A ping is due."""
+        self.is_due, self._due_at = True, world.monotonic()
+
+    def has_come(self, seconds: float) -> bool:
+        """Whether it has, or none will for longer than steps of so many seconds explain: a merge may hang."""
+        patience_s = min(_LONGEST_WAIT_S, 2 * _LOOK_S * self._count + 1.5 * seconds)
+        return self._come.is_set() or world.monotonic() - self._due_at >= patience_s
+
+    def is_taken(self) -> None:
+        """This rank pings now."""
+        self.is_due = False
+        self._come.clear()
+
+
 class Pings:
     """Of one rank, until `close`; from the first merge on that comes ``begins_s`` seconds after it was made.
 
@@ -101,12 +154,10 @@ class Pings:
         self._merged_bytes = merged_bytes
         self._sink, self._on_its_way, self._on_long, self._begins_s = sink, on_its_way, on_long, begins_s
         self._last: Callable[[], Merged] | None = None  # by the training thread
-        self._turn = world.Event()  # a merge has just ended after which this rank pings
-        self._is_due, self._due_at = False, math.inf  # whether a ping waits for a merge to end, and since when
+        self._turn = _Turn(rank, world_size)
         self._looked_at = world.monotonic()
         self._pinged_at = self._began_at = -math.inf  # the last ping was over, and began
         self._quickest_s = math.inf  # of the steps
-        self._place, self._count = rank, world_size  # among the members
         self._rounds: deque[tuple[tuple[float, Way], ...]] = deque(maxlen=ROUNDS)  # the newest first
         self._round: _Round | None = None  # that is not over
         self._number = 0  # of rounds
@@ -132,18 +183,14 @@ class Pings:
     def close(self) -> None:
         """Ping no more. A ping that is on its way is not waited for."""
         self._closing.set()
-        self._turn.set()  # after it: the thread that wakes sees that it is to end
+        self._turn.end()  # after it: the thread that wakes sees that it is to end
 
     def merged(self, step: int, of: Callable[[], Merged]) -> None:
         """``step`` is merged; by the training thread. ``of`` is called by the thread that pings, if at all."""
         self._last = of  # one assignment: the thread that pings has the step before, or all of this one
         if self._thread is None and world.monotonic() - self._looked_at > self._begins_s:
             self.begin()
-        # without a lock: set by the other thread after place and count, which are read here
-        if self._is_due:
-            overdue_s = world.monotonic() - self._due_at
-            if is_turn(step, self._place, self._count, overdue_s, _LOOK_S * self._count):
-                self._turn.set()
+        self._turn.merged(step)
 
     # -- the thread
 
@@ -155,7 +202,7 @@ class Pings:
             server = PingServer(own_address(default_store()), self._places.token, self._progress)
             self._places.publish(server.host, server.port)
             while not self._closing.is_set():
-                self._turn.wait(_LOOK_S)
+                self._turn.wait()
                 with contextlib.suppress(StoreUnreachable):  # which others report
                     self._turn_of_the_loop()
         except (OSError, StoreUnreachable) as error:
@@ -167,7 +214,7 @@ class Pings:
 
     def _turn_of_the_loop(self) -> None:
         if (last := self._last) is None or not (merged := last()).members:  # this rank is none
-            self._turn.clear()
+            self._turn.forget()
             self._forget()
             return
         self._quickest_s = min(self._quickest_s, merged.seconds)
@@ -188,22 +235,16 @@ class Pings:
     def _pings_now(self, merged: Merged, *, is_long: bool) -> bool:
         """Whether a ping is due, and a merge has just ended in this rank's turn; or none has for long: one may hang."""
         if is_long:
-            self._is_due = False
-            self._turn.clear()
+            self._turn.is_taken()
             return world.monotonic() - self._began_at >= _LONG_EVERY_S and not self._closing.is_set()
-        if not self._is_due:
-            self._turn.clear()  # the training thread may have set it as the last ping began
+        if not self._turn.is_due:
+            self._turn.forget()  # the training thread may have said so as the last ping began
             if self._overdue_s(merged) < 0:
                 return False
-            # before it is due: from then on the training thread reads them
-            self._count = max(1, len(merged.members))
-            self._place = merged.members.index(self._rank) if self._rank in merged.members else 0
-            self._is_due, self._due_at = True, world.monotonic()
-        patience_s = min(_LONGEST_WAIT_S, 2 * _LOOK_S * self._count + 1.5 * merged.seconds)
-        if not self._turn.is_set() and world.monotonic() - self._due_at < patience_s:
+            self._turn.is_due_among(merged.members, self._rank)
+        if not self._turn.has_come(merged.seconds):
             return False
-        self._is_due = False
-        self._turn.clear()
+        self._turn.is_taken()
         return not self._closing.is_set()
 
     def _overdue_s(self, merged: Merged) -> float:
@@ -248,8 +289,7 @@ class Pings:
             now.add(Way(self._rank, peer, link), looks_slow=slow, as_slow_itself=itself)
         if out and not (now.asks_out or is_long):
             now.goes_on_with_out()
-            self._is_due = True
-            self._due_at = world.monotonic()
+            self._turn.is_due_now()
             return
         self._round = None
         self._number += 1

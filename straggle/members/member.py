@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from straggle.members.away import Away
+from straggle.members.healed.newcomers import Backlog, LetsIn
 from straggle.members.healed.state_wire import StateRoom
 from straggle.members.notice import Notice
 from straggle.members.own.in_flight import InFlight
@@ -27,7 +28,6 @@ from straggle.merge.wire.groups import ProcessGroups
 from straggle.policies.history import History
 from straggle.policies.network.rank_links import RankLink
 
-_SHRINKS = 0.9  # a backlog that is at least this part of the last one hardly shrinks: the rank need not catch up
 _NEWCOMERS_LAG = 64  # steps that are merged before a rank which was let in counts as stuck
 _log = logging.getLogger(__name__)
 
@@ -55,17 +55,12 @@ class Member:
         self.is_back = False  # the training thread has been between two steps since
         self._awaits_state = False  # it waits for its state and does nothing else
         self.room = StateRoom()  # for its state's copy
-        self._last_taken_at = 0  # the step that was being merged when it last took a merged step
+        self._backlog = Backlog()
+        self._lets_in = LetsIn()
         self._away = Away(rank)
-        self._catch_up: tuple[int, int] | None = None  # a healed rank: the step it must reach, and its lag then
         self._healing: frozenset[int] = frozenset()  # members that wait for their state
         self._notes = RoundNotes()
         self._last_telemetry = torch.empty(0)  # of the last merged step, for a member that lacks it
-        self._came_in_at = -1  # the step at which it was let in last
-        self._tables: list[tuple[int, Table]] = []  # of the steps that were merged while this rank waits for its state
-        self._gives_at = -1  # at the beginning of this step a newcomer gets this rank's state
-        self._admits_after = -1  # the step after which this rank's replica lets others in: its ranks have agreed on it
-        self._let_in_at = -1  # the step from which on the newcomers of the view that is followed take part
         self.agreed_in = -1  # the last step that all ranks of this rank's replica have merged
 
     @property
@@ -112,7 +107,7 @@ class Member:
             return MergeProgress(-1)
         current, step = self._rank.merging.round, self._rank.merging.step
         progress = MergeProgress(step) if current is None else freeze(current, self.notes_of(current))
-        return replace(progress, is_first=step == self._came_in_at)
+        return replace(progress, is_first=step == self._backlog.came_in_at)
 
     def telemetry_of(self, step: int) -> Tensor:
         """The merged telemetry of ``step``, for members that lack it; zeros if this rank has none."""
@@ -131,9 +126,8 @@ class Member:
             if merging.round is not None:
                 self.notes_of(merging.round)  # made now, with the ranks of the old view
             self._rank.rounds.merge_among(groups, view.ranks, view.generation)
-            self.changed_in, self._let_in_at = repair.step, max(self._let_in_at, view.step)
-            if self._admits_after < self._let_in_at:  # another shard was that far earlier: no other view comes
-                self._admits_after = -1
+            self.changed_in = repair.step
+            self._lets_in.follow(view.step)
             self._note_healing((self._healing | view.joined) & set(view.ranks))
             self._rank.deadline.of_ranks(len(view.ranks))
             new = self._rank.channel.rank in view.joined and merging.takes_part_from == sys.maxsize
@@ -172,10 +166,10 @@ class Member:
         """This rank is let in; it gives no gradients until it has its state."""
         training, merging = self._rank.training, self._rank.merging
         merging.take_part_from(view.step)
-        self._tables, self._catch_up = [], None
+        self._backlog.begin_anew()
         self._membership.detector.note_own(is_out=False)
         merging.restore(repair.step)
-        self._last_taken_at = self._came_in_at = repair.step
+        self._backlog.came_in(repair.step)
         merging.begin_now(self._rank.stopwatch.now())
         training.stops.up_to(view.step - 1)
         if repair.num_launched:
@@ -199,7 +193,7 @@ class Member:
             self._rank.channel.begin_epoch()
             self._rank.rounds.merge_among_none()
             merging.take_part_from(sys.maxsize)
-            self._gives_at, self._admits_after = -1, -1
+            self._lets_in.stop()
             self._membership.detector.note_own(is_out=True)
             if (current := merging.round) is not None:  # whoever still has it would hold the groups' connections
                 current.let_go()
@@ -248,12 +242,12 @@ class Member:
     @property
     def gives_state(self) -> bool:
         """Whether a newcomer is to go on from the state with which the training thread enters its step."""
-        return self._gives_at == self._rank.training.step
+        return self._lets_in.gives_at == self._rank.training.step
 
     @property
     def owes_state(self) -> bool:
         """Whether a newcomer waits for the state of a step that the training thread has not entered yet."""
-        return self._gives_at >= self._rank.training.step
+        return self._lets_in.gives_at >= self._rank.training.step
 
     def healed(self, step: int, history: History, deadline_s: float) -> None:
         """The training thread has its peers' state at the beginning of ``step``, and takes part from there on."""
@@ -272,12 +266,10 @@ class Member:
             for number in [number for number in ring if number < step]:
                 del ring[number]
             deadline.restore(history, deadline_s)
-            for number, table in self._tables:
+            for number, table in self._backlog.healed(training.step):
                 if number >= history.num_steps:
                     self._decide_again(number, table)
                 self._judge(number, table)
-            self._tables = []
-            self._catch_up = training.step, sys.maxsize
             self._note_healing(self._healing)
             self._end_healing_if_caught_up()
 
@@ -323,7 +315,8 @@ class Member:
     def _is_up_to_date(self) -> bool:
         """Whether the training thread is about to enter the step that is merged next, with the state for it."""
         merging, step = self._rank.merging, self._rank.training.step
-        return merging.takes_part_from <= step == merging.step and not merging.submitted and self._catch_up is None
+        is_next = merging.takes_part_from <= step == merging.step and not merging.submitted
+        return is_next and not self._backlog.catches_up
 
     def answered(self, *, agreed: bool, leaves: bool) -> None:
         """All ranks of the replica have merged the step; ``agreed``: they let others in after the next one.
@@ -337,12 +330,8 @@ class Member:
             self.agreed_in = step - 1
             if leaves:
                 self.notice.leave_after(step)
-            if agreed:
-                self._gives_at = step + 1
-            if agreed and step >= self._let_in_at:
-                self._admits_after = step
-                if self._rank.merging.step > step:
-                    self._hold(step)
+            if agreed and self._lets_in.agreed(step) and self._rank.merging.step > step:
+                self._hold(step)
 
     # -- both threads, with the lock held
 
@@ -353,7 +342,7 @@ class Member:
         Before the stages are planned no rank can merge with newcomers. The ranks of a replica have agreed before.
         """
         if self._membership.inside.size > 1:
-            return self._admits_after == current.step
+            return self._lets_in.admits_after(current.step)
         return self._could_admit() and not current.stood_in
 
     def _could_admit(self) -> bool:
@@ -394,11 +383,11 @@ class Member:
         if missed := stood_in - self._healing:
             speaks = place == min(set(self._rank.rounds.ranks) - stood_in, default=-1)
             self._away.merged(step, missed, table.away_ranks(), speaks=speaks)
-        if self._rank.stand_in.gives_nothing and self._catch_up is None and not self.fell_behind:
-            self._tables.append((step, table))
+        if self._rank.stand_in.gives_nothing and not self._backlog.catches_up and not self.fell_behind:
+            self._backlog.merged(step, table)
         else:
             self._judge(step, table)
-        if self._catch_up is not None and stood_in >= set(self._rank.rounds.ranks):
+        if self._backlog.catches_up and stood_in >= set(self._rank.rounds.ranks):
             self._end_healing()  # the others have ended or are no further: none of them waits for this rank
         self.notice.merged(step, table, place)
         if self._own is not None:
@@ -406,12 +395,14 @@ class Member:
             self._own.merged(step, present, stood_in)
         if leaving := leaving_ranks(table):
             self._leave(step, leaving, complete=self.notes_of(current).complete)
-        elif self._admits_after == step:  # whoever else holds: without this rank nothing of the next step is merged
+        elif self._lets_in.admits_after(
+            step
+        ):  # whoever else holds: without this rank nothing of the next step is merged
             self._hold(step)
-        elif admits(table) and step >= self._let_in_at and not self.notes_of(current).complete:
+        elif admits(table) and self._lets_in.is_open(step) and not self.notes_of(current).complete:
             leads = membership.inside.size == 1 and admits_of(table, place)
             if leads:
-                self._gives_at = step + 1
+                self._lets_in.gives_after(step)
             self._freeze()  # so that nothing of the next step is in flight when newcomers come in
             membership.chain.hold(Hold(step + 1, leads))
         # it has the connections of its groups, which take 10 ms each to close: not when the loop drops this round
@@ -438,12 +429,12 @@ class Member:
 
     def _note_healing(self, ranks: frozenset[int]) -> None:
         self._healing = ranks
-        own = {self._rank.channel.rank} if self._catch_up is not None else set()
+        own = {self._rank.channel.rank} if self._backlog.catches_up else set()
         self._membership.detector.note_healing(ranks, without_state=ranks - own)
 
     def taken(self) -> None:
         """Note that the training thread has taken a merged step."""
-        self._last_taken_at = self._rank.merging.step
+        self._backlog.taken(self._rank.merging.step)
         self._end_healing_if_caught_up()
 
     def fall_behind_if_full(self) -> None:
@@ -470,7 +461,7 @@ class Member:
         self.fell_behind, self.is_back = True, False
         self._rank.merging.take_part_from(sys.maxsize)
         self._rank.ring.clear()
-        self._tables, self._catch_up = [], None
+        self._backlog.begin_anew()
         self._rank.training.stops.up_to(sys.maxsize)
         self._rank.stand_in.give_nothing(True)
 
@@ -481,25 +472,17 @@ class Member:
         """
         max_lag = self._rank.deadline.late_handling.max_lag
         if self._rank.stand_in.gives_nothing:
-            stuck = self._rank.merging.step - self._last_taken_at >= max(max_lag, _NEWCOMERS_LAG)
+            stuck = self._backlog.none_taken_for(self._rank.merging.step) >= max(max_lag, _NEWCOMERS_LAG)
             return stuck and not (self._awaits_state or self.fell_behind)
         return len(self._rank.ring) - int(self._rank.training.taking) >= max_lag
 
     def _end_healing_if_caught_up(self) -> None:
         """End healing when the rank has taken the steps merged meanwhile; until then it gives nothing and no rank
         waits.
-
-        While it takes them, more are merged. A rank whose loop is not faster than its peers' steps would never catch
-        up, so it goes on like any rank as soon as its backlog hardly shrinks.
         """
-        if self._catch_up is None or self._rank.training.step < self._catch_up[0]:
-            return
-        far, lag = self._catch_up[1], self._rank.lag
-        if 0 < lag <= _SHRINKS * far:
-            self._catch_up = self._rank.merging.step, lag
-        else:
+        if self._backlog.is_caught_up(self._rank.training.step, self._rank.merging.step, self._rank.lag):
             self._end_healing()
 
     def _end_healing(self) -> None:
-        self._catch_up = None
+        self._backlog.is_over()
         self._rank.stand_in.give_nothing(False)
