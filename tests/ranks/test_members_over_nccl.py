@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from straggle.lab.world.nccl import FAILED, Nccl, nccl_of
 from straggle.lab.world.run import Run, parameters_of, run_world, simulated
 from straggle.lab.world.store import PrefixStore, Store
 from straggle.members.regrouped.formed_again import Communicator, NcclGroup
-from straggle.merge.wire.groups import is_over, kept_by
+from straggle.merge.wire.groups import is_over, kept_by, set_aside
 from straggle.waits import until
 
 NCCL = "cuda:nccl2"
@@ -236,6 +237,24 @@ def test_members_over_nccl_are_refused_with_the_versions_if_it_cannot_form_group
         ValueError, match=rf"torch 2.14 or newer, with NCCL 2.28.*This is torch {torch.__version__[:4]}"
     ):
         Communicator(lambda: None, 0, 1, Host())
+
+
+@pytest.mark.skipif(not hasattr(dist, "ProcessGroupNCCL2"), reason="needs torch 2.14, built with NCCL")
+def test_torchs_own_communicator_has_what_is_asked_of_it_with_a_gpu_or_without():
+    kind: Any = vars(dist)["ProcessGroupNCCL2"]
+    options = kind.Options()
+    options.enable_reconfigure = True
+    own = kind(dist.PrefixStore("own", dist.HashStore()), 3, 4, options)
+    set_aside(own, math.inf)  # without a driver its destructor ends the process
+    assert own.supports_reconfigure
+    assert own.get_reconfigure_handle() == "nccl2:3:-1:"
+    asked: Any = vars(dist.distributed_c10d)["ReconfigureOptions"]()
+    asked.uuid, asked.handles, asked.timeout = 2**62 - 1, ["nccl2:9:1:"], timedelta(seconds=1)
+    with pytest.raises(RuntimeError, match="Local nccl2 reconfigure handle is not part"):
+        own.reconfigure(asked)
+    group = NcclGroup(own)
+    with pytest.raises(RuntimeError, match="requires CUDA tensors"):
+        group.all_reduce(torch.ones(2))
 
 
 @pytest.mark.parametrize("backend", ["cpu:mpi", "cuda:ucc"])
