@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -136,6 +136,11 @@ class InStep:
     grouped_run: int = NO_RUN  # of the engine, whose gradients wait for their group
     outputs: list[weakref.ref[Tensor]] = field(default_factory=list)
     on_backward: Callable[[], None] | None = None  # when a backward pass is over for the most part
+
+    @property
+    def stepped_early(self) -> Collection[int]:
+        """Parameters that were stepped in the block, while other buckets travelled."""
+        return () if self.early is None else self.early.parameters
 
     # -- its passes
 

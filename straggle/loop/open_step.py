@@ -9,7 +9,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -21,12 +21,12 @@ from straggle.backward.compiled import come_at_once, not_compiled
 from straggle.backward.hooks import DeadlineReached, HasGradient, release_graph, take_gradient, tensors_in
 from straggle.backward.passes import PassWatcher, current_run
 from straggle.backward.stages import PlanLearner, StagePlan
-from straggle.loop.by_hand import ByHand, Unreached, check_dense
+from straggle.loop.by_hand import ByHand, check_dense
 from straggle.loop.in_step import NO_RUN, ByClock, EarlySteps, InStep, LeftStep, NoData
+from straggle.loop.placing import Placing
 from straggle.loop.uneven import Joins
 from straggle.merge.checks import check_passes_to_come
 from straggle.merge.late.sides import Entry
-from straggle.merge.round.buffers import Share
 from straggle.merge.round.coordinator import Coordinator
 from straggle.merge.round.rank_parts import RankParts
 from straggle.merge.round.round import Round
@@ -101,8 +101,8 @@ class OpenStep(PassWatcher):
         self._on_thread.add(self)
         self._now = InStep(coordinator.training.entry, self._by_clock)  # the step that it is in, or was in last
         self._again: Callable[[Round], bool] = lambda _merged: False  # whether a merged step is to be made again
-        self._loops = Joins()
-        self.unreached, self._fills = Unreached(), fills
+        self._placing = Placing(source, state=state, fill_in=fill_in, rank=rank, fills=fills)
+        self.unreached = self._placing.unreached
 
     # -- the two ends of the block
 
@@ -144,7 +144,7 @@ class OpenStep(PassWatcher):
 
     def follow_loops(self, loops: Joins) -> None:
         """These are the loops over `StagedDataParallel.join`, of which the ranks of a replica tell each other."""
-        self._loops = loops
+        self._placing.follow_loops(loops)
 
     def replanned(self, plan: StagePlan | None) -> None:
         """Between two steps: parameters are others, with these stages (``None``: they are still to be learned)."""
@@ -252,9 +252,8 @@ class OpenStep(PassWatcher):
         _log.info("%s: micro-batches were lost, and the step is made again", self._rank.where(merged.step))
         if merged.buffers.is_queued:
             merged.come_after(self._rank.channel, self._rank.where(merged.step))
-        if self._state.held:  # each attempt counts in it: ranks have run other parts of the one that is discarded
-            took_part = self._rank.replica.place not in merged.table.absent_ranks()
-            self._state.apply(merged.buffers.state, merged, took_part=took_part)
+        # each attempt counts in it: ranks have run other parts of the one that is discarded
+        self._placing.apply_state(merged)
         if self._vote is not None:
             # as after any merged step: a rank that has not taken part lacks what the others have
             self._vote.agree((), merged.table.column("inside_wait_s"), (), {})
@@ -349,7 +348,8 @@ class OpenStep(PassWatcher):
         # before placing: what is kept is added to the merged gradients
         self._keep_as_peers_did(merged)
         try:
-            self._put_in_place(merged)
+            self.last = replace(self.last, buffers=weakref.ref(merged.buffers), usable=None, given=None)
+            self._placing.put_in_place(self._now, merged)
         except PeerFailed as error:  # a rank of its replica is gone
             self._coordinator.lost_peer(error)
             raise
@@ -385,7 +385,7 @@ class OpenStep(PassWatcher):
             later=step.on_device,
             given=self._give_state(truncated=truncated),
             abstain=self._now.rule.abstains,
-            on_merged=None if self._now.early is None else self._step_early,
+            on_merged=None if self._now.early is None else partial(self._placing.step_early, self._now),
         )
 
     def release(self, error: DeadlineReached) -> None:
@@ -405,11 +405,6 @@ class OpenStep(PassWatcher):
         now = self._now
         explained = self.failed or now.stopped or now.cut_in is not None or merged.stood_in or now.idle
         return not explained and now.rule.by_clock and self._training.passes.follow_loop
-
-    @property
-    def _stepped_early(self) -> Collection[int]:
-        """Parameters that were stepped in the block, while other buckets travelled."""
-        return () if self._now.early is None else self._now.early.parameters
 
     # -- forward
 
@@ -716,105 +711,11 @@ class OpenStep(PassWatcher):
         if kept.was_open:
             self._last_kept = decision, tuple(kept.gradients)
 
-    def _step_early(self, current: Round) -> None:
-        """Step the parameters of buckets that are merged while others travel.
-
-        Not if their gradients are to be added to kept ones or observed in the order of the parameters, and not those
-        of a bucket in which no rank has anything for one: what becomes of that is known at the end. One that no rank's
-        graph has used is not stepped here, nor is said to have been: other ranks of the replica look at the end.
-        """
-        if not self._now.kept.decided or self._now.kept.gradients or self._fill_in.reads_merged or self._source.copied:
-            return
-        early = self._now.early
-        assert early is not None
-        part: dict[int, Tensor] = {}
-        for bucket in current.merged_early()[early.num_buckets :]:
-            early.looked_at()
-            shares = current.buffers.normalize_bucket(bucket)
-            if all(share.weight > 0 for share in shares.values()):
-                part |= {index: current.buffers.views[index] for index, share in shares.items() if share.present}
-        if part:
-            early.step({*part}, self._source.of_parameters(part))
-
-    def _put_in_place(self, merged: Round) -> None:
-        """Give every parameter its merged gradient, and every buffer its merged value: the same on every rank."""
-        kept, views = self._now.kept.gradients, merged.buffers.views
-        self.last = replace(self.last, buffers=weakref.ref(merged.buffers), usable=None, given=None)
-        if merged.buffers.is_queued:
-            # before the first kernel that reads the buffers, in the order of this thread's queue
-            merged.come_after(self._rank.channel, self._rank.where(merged.step))
-        if self._state.held:
-            # a rank that was out has given nothing to the means
-            took_part = self._rank.replica.place not in merged.table.absent_ranks()
-            self._state.apply(merged.buffers.state, merged, took_part=took_part)
-        if not merged.table.is_usual and merged.table.nothing_to_apply():
-            own = [view.copy_(kept[index]) if index in kept else None for index, view in enumerate(views)]
-            self._hand_out(merged, own)
-            self._fill(merged, range(len(views)))
-            return
-        shares = merged.buffers.normalize()
-        plain = not (kept or self._stepped_early or self._fill_in.reads_merged)
-        if plain and shares[0].weight > 0 and shares[0].present and shares.count(shares[0]) == len(shares):
-            self._hand_out(merged, views)
-        else:
-            self._hand_out(merged, self._merged_gradients(views, shares))
-            self._fill(merged, [index for index, share in enumerate(shares) if share.weight == 0])
-
-    def _fill(self, merged: Round, unreached: Iterable[int]) -> None:
-        """Put zeros in the place of these gradients, but for frozen parameters, and if the optimizer steps later."""
-        if not self._fills or self._now.early is not None:
-            return
-        needed = [index for index in unreached if self._slots[index].parameter.requires_grad]
-        memory = {index: merged.buffers.views[index] for index in needed}
-        for (parameter, gradient), own in zip(self._source.of_parameters(memory), memory.values(), strict=True):
-            self.unreached.fill(parameter, gradient, own)
-
-    def _hand_out(self, merged: Round, gradients: Sequence[Tensor | None]) -> None:
-        """Place them. Where another rank of the replica has a gradient, so has this one: no shard skips its step."""
-        if self._vote is not None:
-            early = self._stepped_early
-            own = [gradient is not None or index in early for index, gradient in enumerate(gradients)]
-            copied = self._source.copied
-            weights = [merged.buffers.weight_of(index) for index in copied]
-            # all ranks of the replica call it in each step, or none does: it is a collective
-            tells = self._loops.tell(merged, self._training.joins_over)
-            agreed = self._vote.agree(own, merged.table.column("inside_wait_s"), weights, merged.table.scalars(), tells)
-            self._loops.told(agreed.told)
-            merged.correct(replace(merged.record, slowest_ranks=agreed.slowest, scalars=agreed.scalars))
-            found = zip(agreed.present, own, merged.buffers.views, gradients, strict=True)
-            gradients = [view.zero_() if any_has and not has else gradient for any_has, has, view, gradient in found]
-            if copied and not agreed.alike:
-                there = [(gradients[i], weight) for i, weight in zip(copied, weights, strict=True) if agreed.present[i]]
-                if there:
-                    self._vote.average(*zip(*there, strict=True))
-        self._source.place(gradients)
-
     def _note_device_numbers(self, merged: Round, scalars: Mapping[str, Tensor]) -> None:
         """What only the device knows of the step goes into the row of a later one."""
         counts = merged.buffers.counts()
         self._coordinator.add_device_numbers(merged.step, counts, scalars)
         self.last = replace(self.last, usable=merged.buffers.usable)
-
-    def _merged_gradients(self, views: Sequence[Tensor], shares: Sequence[Share]) -> list[Tensor | None]:
-        """For each slot its gradient; none of what no rank has, and of what is stepped already."""
-        kept, fill_in, gradients = self._now.kept.gradients, self._fill_in, list[Tensor | None]()
-        early = self._stepped_early
-        for index, (slot, view, share) in enumerate(zip(self._slots, views, shares, strict=True)):
-            gradient: Tensor | None = None
-            if index in early:
-                gradients.append(None)
-                continue
-            if share.weight > 0:
-                gradient = view if share.present else None
-                if fill_in.reads_merged and share.present:
-                    fill_in.merged(slot.parameter, view)
-            elif (substitute := fill_in.substitute(slot.parameter)) is not None:  # no rank has anything
-                gradient = view.copy_(substitute)
-            if index in kept:
-                # in the buffer in any case: by that the next step knows it from what a loop has put there
-                gradient = view.copy_(kept[index]) if gradient is None else gradient.add_(kept[index])
-            gradients.append(gradient)
-        return gradients
 
 
 class KeptState:

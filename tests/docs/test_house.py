@@ -197,7 +197,7 @@ BUDGET = {
     "integrations": 1880,
     "lab": 5410,
     "links": 1030,
-    "loop": 2330,
+    "loop": 2350,
     "members": 7140,
     "merge": 9880,
     "observe": 5240,
