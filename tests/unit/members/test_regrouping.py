@@ -35,7 +35,7 @@ class FollowedOnce:
         )
         self.channel = SimpleNamespace(membership=membership, generation=0, rank=1, give_up_s=60.0, form=self._form)
         self.channel.close_soon, self.channel.pass_over = lambda: None, self._pass_over
-        self.channel.leave_groups = self._pass_over
+        self.channel.leave_groups, self.channel.revoke = self._pass_over, lambda: None
         notice = SimpleNamespace(look=lambda _: None, has_left=has_left, asked=has_left)
         self.member = SimpleNamespace(is_out=is_out, put_out=self._put_out, freeze=self._freeze, notice=notice)
         self.regrouping = Regrouping(self.channel, self.member, MembershipEvents(), max_buckets=1)

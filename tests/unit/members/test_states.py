@@ -13,7 +13,7 @@ README = (Path(straggle.members.__file__).parent / "README.md").read_text()
 
 
 def classes() -> dict[str, type]:
-    modules = (each.name for each in pkgutil.iter_modules(straggle.members.__path__, "straggle.members."))
+    modules = (each.name for each in pkgutil.walk_packages(straggle.members.__path__, "straggle.members."))
     found = [value for name in modules for value in vars(importlib.import_module(name)).values()]
     return {value.__name__: value for value in found if isinstance(value, type)}
 
