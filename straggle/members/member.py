@@ -249,8 +249,13 @@ class Member:
         """Whether a newcomer waits for the state of a step that the training thread has not entered yet."""
         return self._lets_in.gives_at >= self._rank.training.step
 
-    def healed(self, step: int, history: History, deadline_s: float) -> None:
-        """The training thread has its peers' state at the beginning of ``step``, and takes part from there on."""
+    def healed(
+        self, step: int, history: History, deadline_s: float, deadlines_s: Sequence[tuple[int, float, float]]
+    ) -> None:
+        """The training thread has its peers' state at the beginning of ``step``, and takes part from there on.
+
+        ``deadlines_s``: numbers of steps that the giver had merged since, each with its deadline and the shadow's.
+        """
         training, merging, deadline, ring = (
             self._rank.training,
             self._rank.merging,
@@ -266,6 +271,9 @@ class Member:
             for number in [number for number in ring if number < step]:
                 del ring[number]
             deadline.restore(history, deadline_s)
+            for number, of_step_s, shadow_s in deadlines_s:
+                if (merged := ring.get(number)) is not None:
+                    merged.correct(replace(merged.record, deadline_s=of_step_s, shadow_s=shadow_s))
             for number, table in self._backlog.healed(training.step):
                 if number >= history.num_steps:
                     self._decide_again(number, table)

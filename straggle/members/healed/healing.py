@@ -270,12 +270,17 @@ class Healing:
         self._membership.spawn(self._send, encoded, step)
 
     def _state(self) -> dict[str, Any]:
-        coordinator = self._coordinator
-        return {
-            **self._of_model(self._registered),
-            "history": coordinator.history.tensors(),
-            "deadline_s": coordinator.deadline.seconds,
-        }
+        rank, deadline = self._rank, self._coordinator.deadline
+        of_model = self._of_model(self._registered)
+        with rank.merging.lock:  # the stand-in may be adding a step: all three are as of the same one
+            records = [rank.ring[number].record for number in sorted(rank.ring) if number >= rank.training.step]
+            return {
+                **of_model,
+                "history": deadline.history.tensors(),
+                "deadline_s": deadline.seconds,
+                # of steps that are merged before the newcomer knows any deadline
+                "deadlines_s": [(record.step, record.deadline_s, record.shadow_s) for record in records],
+            }
 
     def _of_model(self, registered: Mapping[str, Any]) -> dict[str, Any]:
         """The state of the model and of these objects. Raises ``TypeError``, with the name, for one not to be sent."""
@@ -335,7 +340,8 @@ class Healing:
             if value is not None and (loaders_too or not is_loader(value)):
                 value.load_state_dict(own)
         # last: from here on this rank's gradients may count, and all of its state is to be in place
-        self._member.healed(view.step, History.from_tensors(state["history"]), state["deadline_s"])
+        history = History.from_tensors(state["history"])
+        self._member.healed(view.step, history, state["deadline_s"], state["deadlines_s"])
         if not self._member.is_out:
             _log.warning(
                 "rank %d takes part again from step %d on%s",

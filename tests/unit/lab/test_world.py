@@ -383,6 +383,33 @@ FOUND: list[Schedule] = [
             Freeze(3, 1.549, 0.091),
         ),
     ),
+    # peers had merged a step before the newcomer had any deadline from them: its report of it had none
+    Schedule(
+        62000742,
+        3,
+        12,
+        True,
+        deadline="0.15",
+        estimator="MovingAverage",
+        max_lag=2,
+        check_every=3,
+        num_parts=8,
+        joins=True,
+        slow=(1.0, 1.0, 4.0),
+        away=((1, 3, 3.0), (0, 11, 3.0)),
+        collectives_every=1,
+        zero_every=1,
+        grace_s=0.02,
+        suspect_s=2.0,
+        absence_gain=1.1,
+        give_up_s=18.0,
+        faults=(
+            StoreAway(0.327, 12.0, empties=False),
+            Kill(0, 2.538, 0.5, turns=57),
+            StoreAway(2.806, 12.0, empties=False),
+            StoreAway(1.1400000000000001, 0.05, empties=True),
+        ),
+    ),
 ]
 
 
