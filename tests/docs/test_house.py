@@ -198,7 +198,7 @@ BUDGET = {
     "lab": 5410,
     "links": 1030,
     "loop": 2350,
-    "members": 7140,
+    "members": 7170,
     "merge": 9880,
     "observe": 5240,
     "policies": 2900,
