@@ -291,6 +291,15 @@ class StagedDataParallel(nn.Module):
         """What happened in the last step, on all ranks; ``None`` before the first. Built when it is asked for."""
         return None if self._last.record is None else self._last.record.report
 
+    @property
+    def is_lowest(self) -> bool:
+        """Whether this rank is the lowest member, which logs and saves: by the last step, so all ranks say the same.
+
+        Before this process's first step it goes by the members that it knows of.
+        """
+        report = self.last_report
+        return self.rank == (min(self.member_ranks, default=None) if report is None else report.lowest_rank)
+
     def work_is_dealt(self, *, evenly: bool = True, after: int = -1) -> None:
         """Declare, on all ranks, that each rank gets as much work as it has time for; `Rebalance` and pools do.
 

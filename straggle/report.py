@@ -352,6 +352,11 @@ class StepReport:
         """Ranks that are no members at present (`Elastic`)."""
         return tuple(rank.rank for rank in self.ranks if rank.absent)
 
+    @property
+    def lowest_rank(self) -> int | None:
+        """The lowest member, which says and saves what all know; ``None`` on a rank that is none itself."""
+        return min((rank.rank for rank in self.ranks if not rank.absent), default=None)
+
     def as_dict(self) -> dict[str, Any]:
         """The report as plain JSON values; numbers that are not finite become ``None``."""
         plain: dict[str, Any] = finite_or_none(asdict(self))

@@ -263,10 +263,11 @@ class Step:
     def log(self, **scalars: float | Tensor) -> None:
         """Scalars that ride along with the merge; `StepReport.scalars` has the means over ranks that gave them.
 
-        At most 8 in a step of each rank (in a sharded job of all ranks: what is more is left out). The names may differ
-        between ranks: every rank's report has them all. A tensor on a device is not waited for: its value is in the
-        report of the next step (`StepReport.counts_behind`), and until then it is NaN. Raises ``RuntimeError`` after
-        the loop over `pull` with a ``seed``.
+        Of a name that is logged again, as in each micro-batch, the last value counts: log the mean so far. At most 8
+        in a step of each rank (in a sharded job of all ranks: what is more is left out). The names may differ between
+        ranks: every rank's report has them all. A tensor on a device is not waited for: its value is in the report of
+        the next step (`StepReport.counts_behind`), and until then it is NaN. Raises ``RuntimeError`` after the loop
+        over `pull` with a ``seed``.
         """
         if self._is_merged:
             raise RuntimeError(LOG_AFTER_MERGE)

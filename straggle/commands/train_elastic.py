@@ -41,7 +41,7 @@ from straggle.merge.wire.channel import PeerFailed
 from straggle.merge.wire.groups import job_rank
 from straggle.merge.wire.store import StoreUnreachable, connect_all, default_store
 from straggle.observe.console import LiveView
-from straggle.observe.members import HandedOnTrace, MembersWriter, writer_of
+from straggle.observe.members import HandedOnTrace, MembersWriter
 from straggle.observe.numbers.reader import Trace
 from straggle.observe.recording import DecisionWriter, file_of
 from straggle.observe.stuck import StuckWriter
@@ -233,7 +233,7 @@ def _steps(job: StagedJob, steps: int) -> Iterator[StepReport]:
 
 def _is_lowest(job: StagedJob, ranks: Ranks) -> bool:
     """Whether this member saves what all have; the ranks of a replica may learn of a change in different steps."""
-    return any(ranks.gather(writer_of(job.report) == job.model.rank))
+    return any(ranks.gather(job.report.lowest_rank == job.model.rank))
 
 
 def _save(checkpoint: Checkpoint, job: StagedJob) -> bool:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from straggle.backward.hooks import put_gradients
 from straggle.extras import needs_extra
 from straggle.integrations.lightning_members import LightningMembers
+from straggle.integrations.lightning_numbers import SameNumbers
 from straggle.integrations.options import Accumulation, LastLoss, take_options, wrapped
 from straggle.merge.rows.step_record import StepRecord
 from straggle.merge.rows.telemetry import MAX_SCALARS
@@ -66,7 +67,8 @@ class StagedStrategy(DDPStrategy):
       end. Checkpoints have the states of policies and estimators that are equal on all ranks.
     - The loggers get the numbers of `StepScalars` every ``log_every_n_steps`` optimizer steps.
     - What ``self.log(..., sync_dist=True)`` logs of a training step waits for no rank: it is the mean over those that
-      came to it, and is there when the step is merged. Numbers beyond 8 in a step, and sums, are reduced as in DDP.
+      came to it, and is there when the step is merged. Numbers beyond 8 in a step, and sums, are reduced as in DDP. An
+      epoch's are over all that came to them, also if a rank came to none.
     - Ranks do not ask rank 0 in every batch whether it got a SIGTERM: they would wait for rank 0.
 
     With ``members`` each sample comes once an epoch, to a rank that is there. Validation has all of its data on each
@@ -103,6 +105,8 @@ class StagedStrategy(DDPStrategy):
             self._follow(trainer)
         if trainer.state.fn == TrainerFn.FITTING and self._in_fit not in trainer.callbacks:
             trainer.callbacks.append(self._in_fit)
+            if not self._follows:  # with members a rank reduces nothing out of a step
+                trainer.callbacks.insert(0, SameNumbers())
 
     def _setup_model(self, model: nn.Module) -> Any:
         return wrapped(model, {**self._staged_options, **self._ddp_kwargs})

@@ -276,7 +276,8 @@ def _that_fit(clauses: Sequence[str], length: int, row: str) -> Iterator[str]:
 def _dropped(drops: Drops, names: Names, rank: int) -> str:
     own, share = drops.ranks[rank], drops.share(rank)
     ((cause, often),) = own.causes.most_common(1)
-    times = f"late {own.late:,} times" if own.late else f"{often:,} times"
+    number = own.late or often
+    times = ("late " if own.late else "") + ("once" if number == 1 else f"{number:,} times")
     by = f", by rank {own.slowest.most_common(1)[0][0]}" if own.slowest else ""
     return (
         f"{share:.{0 if share >= 0.1 else 1}%} of {names.row} {names.ranks[rank]}'s ({times}, {CAUSE_WORDS[cause]}{by})"

@@ -14,11 +14,6 @@ from straggle.schema import read
 FILE = "members.jsonl"
 
 
-def writer_of(report: StepReport) -> int | None:
-    """The rank that writes what all know of this step: the lowest member; ``None`` on a rank that is none itself."""
-    return min((rank.rank for rank in report.ranks if not rank.absent), default=None)
-
-
 def writer_of_change(report: MembersReport) -> int:
     """The rank that writes a change: the lowest member that was one before, if there is any."""
     return min(set(report.ranks) - report.joined.keys() or report.ranks)
@@ -70,7 +65,7 @@ class HandedOnTrace:
 
     def add(self, report: StepReport) -> bool:
         """One more step; whether this rank is the one that writes it."""
-        writer = writer_of(report)
+        writer = report.lowest_rank
         if writer is not None:
             at = time.time()
             self._lines.add(report.step, lambda: report.as_dict() | {TIME: at}, writes=writer == self._rank)

@@ -25,7 +25,6 @@ with needs_extra("metrics"):
 from straggle.backward.stages import StagePlan
 from straggle.merge.rows.step_record import StepRecord
 from straggle.merge.wire.groups import backend_of
-from straggle.observe.members import writer_of
 from straggle.observe.metric_series import LABELS, Series
 from straggle.observe.metrics_endpoint import Endpoint, Security, Targets, check_port
 from straggle.observe.numbers.goodput import Uses
@@ -213,7 +212,7 @@ class StepMetrics:
 
     def _show_absent(self, report: StepReport) -> None:
         """Say of each rank whether it is absent: on the lowest member only, because all members know the same."""
-        if self._rank == writer_of(report):
+        if self._rank == report.lowest_rank:
             for rank in report.ranks:
                 self._of("absent_rank", rank.rank).set(rank.absent)
         else:

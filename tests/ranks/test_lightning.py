@@ -425,3 +425,94 @@ def test_backbone_that_a_callback_unfreezes_is_trained_alike_on_all_ranks(tmp_pa
     first, second = run_loaded(fine_tuned, NUM_RANKS, str(tmp_path), timeout_s=240)
     assert first == second
     assert first[2]
+
+
+def epochs_kind():
+    import lightning.pytorch as pl
+    from torchmetrics import MaxMetric
+
+    warnings.simplefilter("ignore")
+
+    class Epochs(pl.LightningModule):
+        """Logs ``10 * batch + rank`` over each epoch; in the batches ``lost`` it is late before it comes to that."""
+
+        def __init__(self, lost, first):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers, self.highest = nn.Linear(6, 3), MaxMetric()
+            self.lost, self.first, self.seen = lost, first, []
+
+        def training_step(self, batch, number):
+            value = 10.0 * number + self.global_rank
+            if self.first:  # so that not all ranks come to their numbers in one order
+                self.log("max", value, sync_dist=True, on_epoch=True, on_step=False, reduce_fx="max")
+            if (self.current_epoch, number) in self.lost:
+                self.trainer.model.open_step.stop()
+            loss = self.layers(batch[0]).square().mean()
+            self.log("mean", value, sync_dist=True, on_epoch=True, on_step=False)
+            self.log("max", value, sync_dist=True, on_epoch=True, on_step=False, reduce_fx="max")
+            self.log("sum", value, sync_dist=True, on_epoch=True, on_step=False, reduce_fx="sum")
+            self.highest.update(value)
+            self.log("highest", self.highest, on_epoch=True, on_step=False)
+            return loss
+
+        def on_train_epoch_end(self):
+            names = ("mean", "max", "sum", "highest")
+            self.seen.append([float(self.trainer.callback_metrics[name]) for name in names])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.01)
+
+    return Epochs
+
+
+def log_epochs(rank, folder, lost, first):
+    as_launched(rank)
+    from lightning.pytorch.callbacks import EarlyStopping
+
+    from straggle.integrations.lightning import StagedStrategy
+
+    module = epochs_kind()(lost[rank], first == rank)
+    stops = EarlyStopping("mean", patience=10)
+    fitted(
+        folder,
+        StagedStrategy(deadline=100.0),
+        module,
+        accumulate=1,
+        max_epochs=3,
+        limit_val_batches=0,
+        callbacks=[stops],
+    )
+    return module.seen
+
+
+BATCHES = 6
+WHOLE = [(epoch, number) for epoch in range(3) for number in range(BATCHES)]
+LOST = {
+    "none": ([], []),
+    "an epoch in the middle": ([], [one for one in WHOLE if one[0] == 1]),
+    "the first epoch, of rank 0": ([one for one in WHOLE if one[0] == 0], []),
+    "each epoch's first batch": ([], [one for one in WHOLE if one[1] == 0]),
+    "all": ([], WHOLE),
+    "other epochs on each": ([one for one in WHOLE if one[0] == 0], [one for one in WHOLE if one[0] == 2]),
+}
+
+
+@pytest.mark.parametrize("first", [None, 1])
+@pytest.mark.parametrize("name", LOST)
+def test_numbers_of_an_epoch_are_over_the_ranks_that_came_to_them_also_if_one_came_to_none(
+    name, first, tmp_path, run_loaded
+):
+    """Else its peers wait for it in their collectives until the group's time limit."""
+    lost = LOST[name]
+    ranks = run_loaded(log_epochs, NUM_RANKS, str(tmp_path), lost, first, timeout_s=120)
+    assert ranks[0] == ranks[1]
+    for epoch in range(3):
+        given = {rank: [n for n in range(BATCHES) if (epoch, n) not in lost[rank]] for rank in range(NUM_RANKS)}
+        values = [10.0 * number + rank for rank, numbers in given.items() for number in numbers]
+        mean, largest, total, highest = ranks[0][epoch]
+        assert mean == pytest.approx(sum(values) / len(values))
+        assert total == pytest.approx(sum(values))
+        assert highest == max(values)
+        if first is None:
+            assert largest == max(values)

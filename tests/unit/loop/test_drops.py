@@ -239,7 +239,7 @@ def test_ranks_are_named_as_the_job_numbers_them():
 def test_lost_as_another_rank_left_is_dropped_and_no_lateness():
     lost = whole(cause=CAUSES.index("members"), computed=(0.0, 1.0))
     words, _ = words_of(counted(*map(calm, range(9)), hit(9, whole(), lost, whole(), whole())), NAMES)
-    assert words.endswith("2.5% of rank 1's (1 times, as members changed)")
+    assert words.endswith("2.5% of rank 1's (once, as members changed)")
 
 
 def test_lines_are_short_however_many_ranks_are_late():
