@@ -85,6 +85,8 @@ def test_python_block_trains_on_two_ranks(block: str) -> None:
     assert one[1] == one[0]
     assert changed == [True] * 4
     expected = -(-NUM_BATCHES // 2) if "islice(batches" in block else NUM_BATCHES  # with two batches in each step
+    if "zip(*2 * [iter(loader)])" in block:  # the same, without what is left over at the end
+        expected = NUM_BATCHES // 2
     # what a rank was too late to bring is dealt again, and on a busy machine that takes one more step
     assert steps - expected in ((0, 1) if "DealtLoader" in block else (0,))
 
