@@ -96,8 +96,6 @@ class Board:
 class Job:
     """Ranks that run ``function(rank, board, *args)``, one of a module; see `run_job`."""
 
-    last_steps = 20  # before the end that all hear of: a rank may have made some more than the board had
-
     def __init__(
         self,
         folder: Path,
@@ -237,9 +235,12 @@ class Job:
         with self.waits_for_steps():
             self.wait(lambda: min(map(made, range(self.world_size))) >= self.furthest - 2, "all are as far", limit_s)
 
-    def finish(self, ranks: Iterable[int] | None = None, limit_s: float = 40.0) -> list[Any]:
-        """End all loops at the same step, and give what these ranks return; one that raised fails the test."""
-        self.board.end = self.furthest + self.last_steps
+    def finish(self, ranks: Iterable[int] | None = None, limit_s: float = 40.0, last_steps: int = 20) -> list[Any]:
+        """End all loops at the same step, and give what these ranks return; one that raised fails the test.
+
+        ``last_steps``: so many are made first; a rank may have made some more than the board has.
+        """
+        self.board.end = self.furthest + last_steps
         ranks = range(self.world_size) if ranks is None else list(ranks)
         with self.waits_for_steps():
             results = [self.result(rank, limit_s) for rank in ranks]
@@ -310,8 +311,6 @@ class Process:
 
 class WorldJob(Job):
     """The same job in a simulated world, in virtual time."""
-
-    last_steps = 4  # nobody makes a step while the test looks
 
     @contextlib.contextmanager
     def waits_for_steps(self) -> Iterator[None]:
