@@ -89,7 +89,7 @@ class StagedStrategy(DDPStrategy):
         self._staged_options = take_options(words)
         self._follows, self._members = "members" in self._staged_options, None
         self._accumulation, self._in_fit, self._validating = Accumulation(), _InFit(self), contextlib.ExitStack()
-        self._logged = _Logged()
+        self._logged, self._numbers = _Logged(), SameNumbers()
         self._last_loss = LastLoss()
         super().__init__(*positional, **words)
         if self._ddp_comm_hook is not None or self._ddp_comm_state is not None:
@@ -106,7 +106,7 @@ class StagedStrategy(DDPStrategy):
         if trainer.state.fn == TrainerFn.FITTING and self._in_fit not in trainer.callbacks:
             trainer.callbacks.append(self._in_fit)
             if not self._follows:  # with members a rank reduces nothing out of a step
-                trainer.callbacks.insert(0, SameNumbers())
+                trainer.callbacks.insert(0, self._numbers)
 
     def _setup_model(self, model: nn.Module) -> Any:
         return wrapped(model, {**self._staged_options, **self._ddp_kwargs})
@@ -124,6 +124,7 @@ class StagedStrategy(DDPStrategy):
             _check_optimizers(self.optimizers)
             self._in_fit.wrapped(trainer, self.model, self._members)
             self.model.register_step_hook(self._logged.merged)
+            self._numbers.begin(self.model)
             if hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
                 trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing
 

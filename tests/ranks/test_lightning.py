@@ -516,3 +516,146 @@ def test_numbers_of_an_epoch_are_over_the_ranks_that_came_to_them_also_if_one_ca
         assert highest == max(values)
         if first is None:
             assert largest == max(values)
+
+
+def numbers_kind():
+    import lightning.pytorch as pl
+    from torchmetrics import Metric
+
+    warnings.simplefilter("ignore")
+
+    class Pairs(Metric):
+        """The sum of all pairs that it has in a list, and how many they are."""
+
+        def __init__(self):
+            super().__init__()
+            self.add_state("pairs", [], dist_reduce_fx="cat")
+
+        def update(self, pairs):
+            self.pairs.append(pairs)
+
+        def compute(self):
+            pairs = torch.cat(self.pairs) if isinstance(self.pairs, list) else self.pairs
+            return (pairs.sum() + 1000 * len(pairs)).float()
+
+    class Numbers(pl.LightningModule):
+        """Logs ``10 * batch + rank`` in one way; the last rank is late in the epochs ``lost`` before it comes to it."""
+
+        def __init__(self, way, lost):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers, self.pairs = nn.Linear(6, 3), Pairs()
+            self.way, self.lost, self.seen, self.num_told = way, lost, [], 0
+
+        def training_step(self, batch, number):
+            if self.current_epoch in self.lost and self.global_rank:
+                self.trainer.model.open_step.stop()
+            loss = self.layers(batch[0]).square().mean()
+            self.log_one(10.0 * number + self.global_rank, number)
+            return loss
+
+        def log_one(self, value, number):
+            words = {"on_epoch": True, "on_step": False, "sync_dist": True}
+            if self.way == "double":
+                self.log("number", torch.tensor(value, dtype=torch.float64), **words)
+            elif self.way == "odd":
+                self.log("number", value, batch_size=5, **words)
+            elif self.way == "one" and number == 0:
+                self.log("number", value + 7, batch_size=1, **words)
+            elif self.way == "pairs":
+                self.pairs.update(torch.full((number + 1, 2), int(value)))
+                self.log("number", self.pairs, on_epoch=True, on_step=False)
+            elif self.way == "of rank 0":
+                self.log("both", value, **words)
+                if self.global_rank == 0:
+                    self.log("number", value, rank_zero_only=True, **words)
+            elif self.way == "usual":
+                self.log("number", value, **words)
+
+        def on_train_batch_end(self, _outputs, _batch, number):
+            if self.way == "fails" and self.global_rank and number == 2:
+                raise ArithmeticError("after the last step")
+
+        def on_train_epoch_end(self):
+            found = self.trainer.callback_metrics
+            self.seen.append(float(found["number"]) if "number" in found else None)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.01)
+
+    return Numbers
+
+
+def log_numbers(rank, folder, runs):
+    """For each way and its words: what was seen in each epoch, and how often ranks told each other their numbers."""
+    as_launched(rank)
+    import torch.distributed as dist
+
+    from straggle.integrations.lightning import StagedStrategy
+    from straggle.merge.wire.channel import Channel
+
+    told, found = [], []
+    ours, torchs = Channel.gather, dist.all_gather_object
+    Channel.gather = lambda self, value, of: told.append(of) or ours(self, value, of)
+    dist.all_gather_object = lambda *words, **others: told.append("objects") or torchs(*words, **others)
+    for way, lost, words in runs:
+        module, num_before = numbers_kind()(way, lost), told.count("numbers of an epoch") + told.count("objects")
+        fitted(
+            folder,
+            StagedStrategy(deadline=100.0),
+            module,
+            accumulate=1,
+            limit_val_batches=0,
+            limit_train_batches=3,
+            **words,
+        )
+        found.append((module.seen, told.count("numbers of an epoch") + told.count("objects") - num_before))
+    return found
+
+
+def seen_by(run_loaded, folder, runs):
+    return run_loaded(log_numbers, NUM_RANKS, str(folder), runs, timeout_s=60)
+
+
+NOBODY, FIRST, SECOND = (), (0,), (1,)
+
+
+def test_numbers_of_doubles_are_reduced_also_with_a_rank_that_came_to_none(tmp_path, run_loaded):
+    double = {"precision": "64-true"}
+    runs = [("double", FIRST, {}), ("double", SECOND, {}), ("usual", FIRST, double), ("usual", SECOND, double)]
+    for found in seen_by(run_loaded, tmp_path, runs):
+        assert [seen for seen, _ in found] == [[10.0, 10.5], [10.5, 10.0]] * 2
+
+
+def test_number_of_rank_0_alone_is_on_no_other_rank_whoever_is_late(tmp_path, run_loaded):
+    runs = [("of rank 0", lost, {}) for lost in (NOBODY, FIRST)]
+    first, second = seen_by(run_loaded, tmp_path, runs)
+    assert [seen for seen, _ in first] == [[10.0, 10.0]] * 2
+    assert [seen for seen, _ in second] == [[None, None]] * 2
+
+
+def test_ranks_tell_each_other_their_numbers_only_after_an_epoch_in_which_one_was_late(tmp_path, run_loaded):
+    runs = [("usual", lost, {}) for lost in (NOBODY, FIRST, SECOND, (0, 1))]
+    for found in seen_by(run_loaded, tmp_path, runs):
+        assert [number for _, number in found] == [0, 1, 1, 2]
+
+
+def test_mean_of_an_epoch_is_right_if_ranks_have_unequal_numbers_of_samples(tmp_path, run_loaded):
+    """An odd total of two ranks: 15 and 0, 1 and 0."""
+    for found in seen_by(run_loaded, tmp_path, [("odd", FIRST, {}), ("one", FIRST, {})]):
+        assert [seen for seen, _ in found] == [[10.0, 10.5], [7.0, 7.5]]
+
+
+def test_metric_with_a_list_is_over_the_ranks_that_came_to_it(tmp_path, run_loaded):
+    of_first = 2 * (1 * 0 + 2 * 10 + 3 * 20) + 6000
+    of_both = 2 * of_first + 2 * 6
+    for found in seen_by(run_loaded, tmp_path, [("pairs", FIRST, {}), ("pairs", SECOND, {})]):
+        assert [seen for seen, _ in found] == [[of_first, of_both], [of_both, of_first]]
+
+
+def test_rank_that_ends_before_the_numbers_of_an_epoch_is_an_error_with_the_step(tmp_path, run_loaded):
+    runs = [("fails", FIRST, {})]
+    first, second = run_loaded(log_numbers, NUM_RANKS, str(tmp_path), runs, timeout_s=60, outcomes=True)
+    assert second.kind == "ArithmeticError"
+    assert first.kind == "PeerFailed"
+    assert "before step 3, the comparison of the ranks' numbers of an epoch" in first.message

@@ -290,7 +290,7 @@ class ElasticChannel(Channel):
         return tensors
 
     def gather(self, value: Any, of: str) -> list[Any]:
-        """Every rank's ``value``; for an absent rank, that of the lowest member."""
+        """Every rank's ``value``; for an absent rank, that of the lowest member. ``of`` is used once in a job."""
         if not self.membership.detector.is_on:
             return super().gather(value, of)
         membership = self.membership

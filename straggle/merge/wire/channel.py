@@ -244,14 +244,14 @@ class Channel:
 
     # -- all ranks together
 
-    def gather(self, value: Any, of: str) -> list[Any]:  # noqa: ARG002
-        """Every rank's ``value``, which JSON can hold; ``of`` is its name, used once in a job.
+    def gather(self, value: Any, of: str) -> list[Any]:
+        """Every rank's ``value``, which JSON can hold; ``of`` is its name.
 
         Raises `PeerFailed` if a rank ended instead.
 
         torch's own collectives for objects need numpy, and unpickle what the others send.
         """
-        what = "the comparison of the ranks' models"
+        what = f"the comparison of the ranks' {of}"
         own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = [int(size) for size in self._gather(torch.tensor([len(own)]), what)]
         gathered = self._gather(pad(own, (0, max(sizes) - len(own))), what)
