@@ -1,6 +1,6 @@
 """torchtitan's own trainer and its Llama debug model on four CPU ranks: two replicas of two FSDP shards.
 
-pip install torchtitan==0.3.0 triton                                       # triton: torchtitan imports it on CPUs, too
+pip install torchtitan==0.3.0 triton      # Python 3.11 or later; torchtitan imports triton on CPUs, too
 straggle launch --nproc-per-node 4 --replica-size 2 examples/torchtitan/train.py --slow 1 --kill 3
 torchrun --nproc-per-node 4 examples/torchtitan/train.py --plain --slow 1  # torchtitan's replicas, which wait
 

@@ -297,7 +297,7 @@ class Table:
         return _minority({rank: number for rank, number in enumerate(stepped) if not math.isnan(number)}) or ()
 
     def state_marks(self) -> list[int]:
-        """The mark of each rank's other state (`state/marks.py`)."""
+        """The mark of each rank's other state (`state/exchange.py`)."""
         if self.is_usual:
             return [UNCHANGED] * self.num_ranks
         high, low = (self._columns[f"state_{half}"] for half in ("high", "low"))

@@ -199,7 +199,7 @@ class Member:
                 work.tensor.fill_(torch.nan)
 
     def regroup(self, way, place_of, generation=1):
-        """As `Coordinator.regroup` does."""
+        """As `Member.regroup` does."""
         if self.progress.step < 0:
             self.open_round(way.step, None if way.num_launched else self.new, generation)
             if way.num_launched:
