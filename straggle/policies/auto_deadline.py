@@ -152,6 +152,7 @@ class AutoDeadline(Deadline):
         self.chosen: Choice | None = None
         self._chosen_at = -1, True
         self._changed = ChangedTimes()
+        self._last = 0, b""  # the last step's number, and the ranks' times in it
         self._late_handling = LateHandling()
         self._parts: Sequence[int] = ()
 
@@ -162,6 +163,8 @@ class AutoDeadline(Deadline):
     def decide(self, history: History) -> NextDeadline:
         if history.num_steps < self.warmup_steps or history.progress is None:
             return NextDeadline(math.inf)
+        if not self._goes_on(history):
+            self._chosen_at, self._changed = (-1, True), ChangedTimes()
         number, most = self._begun(history, history.progress)
         since = min(number % self.every, max(0, number - _AT_FIRST + 1))  # steps since the last choice
         if self.chosen is None or (history.num_steps - since, history.evenly) != self._chosen_at:
@@ -170,6 +173,13 @@ class AutoDeadline(Deadline):
         if self.chosen.is_probe and since:  # a rank was given more time in the step after that choice
             self.chosen = self._choose(history, most, since - 1, may_hear=False)
         return NextDeadline(self.chosen.tau_s, self.chosen.dropped, self.chosen.after_quorum_s)
+
+    def _goes_on(self, history: History) -> bool:
+        """Whether this is the last history with more steps; not that of a peer, for a rank that was out."""
+        (number, times), compute_s = self._last, history.compute_s
+        steps = history.num_steps - number
+        self._last = history.num_steps, compute_s[-1:].numpy().tobytes()
+        return 0 <= steps < len(compute_s) and compute_s[len(compute_s) - 1 - steps].numpy().tobytes() == times
 
     def _begun(self, history: History, progress: Progress) -> tuple[int, int]:
         """How many steps ago was the first choice from the steps that tell of those to come, and how many are these."""

@@ -25,7 +25,7 @@ _SIGMA = 0.16  # the share of a normal distribution that lies more than one stan
 
 @dataclass(frozen=True)
 class _Ends:
-    """How many times the quorum's time each rank took for a step; NaN: it had no data, or is away.
+    """How many times the quorum's time each rank took for a step; NaN: it had no data, is away, or in an earlier step.
 
     Of a rank that was stopped (``stopped``) that is a guess: it had gone on as with the share that it gave, and had
     taken four times the quorum's time at most. ``slow``: those that are clearly above 1.
@@ -41,11 +41,18 @@ class _Ends:
         progress = history.progress
         assert progress is not None
         entered_s = progress.entered_s[row].tolist()
-        columns = entered_s, history.compute_s[row].tolist(), progress.weight[row].tolist()
-        end_s = [
-            begun_s + (own_s if own_s == own_s else 0.0) if weight else math.nan
-            for begun_s, own_s, weight in zip(*columns, strict=True)
-        ]
+        compute_s = history.compute_s[row].tolist()
+        # a rank that does not enter a step was held up in the first of them; the rest say nothing but that it still is
+        has_before = -row < len(progress.unit_s)
+        before_s = history.compute_s[row - 1].tolist() if has_before else [math.nan] * len(compute_s)
+        end_s = list[float]()
+        for begun_s, own_s, last_s, weight in zip(
+            entered_s, compute_s, before_s, progress.weight[row].tolist(), strict=True
+        ):
+            entered = own_s == own_s
+            end_s.append(
+                begun_s + (own_s if entered else 0.0) if weight and (entered or last_s == last_s) else math.nan
+            )
         known_s = sorted(own_s for own_s in end_s if own_s == own_s)
         if not known_s:
             return _Ends(end_s, [True] * len(end_s), frozenset())
@@ -77,12 +84,12 @@ class ChangedTimes:
         """
         oldest = self._look(history, quorum)
         changed, begin = None, max(first, oldest)
-        # if steps have left the window, its first changes would be measured against fewer steps than they were, and
-        # what follows one that is no longer seen looks like one
+        # if steps have left the window, its first changes would be measured against fewer steps than they were, what
+        # follows one that is no longer seen looks like one, and what was before its oldest step is not known
         whole = oldest <= first
         for number in self._likely:
             since = max(begin, number - _BEFORE)
-            if self._found.get(number) == (since, False) or (number < oldest + _BEFORE and not whole):
+            if self._found.get(number) == (since, False) or (number <= oldest + _BEFORE and not whole):
                 continue  # as most of them, in a job with a slow rank
             if number - since >= _LEAST_BEFORE and self._is_change(since, number, oldest):
                 begin = number
@@ -124,7 +131,8 @@ class ChangedTimes:
 def _one_turned_slow(earlier: list[_Ends], later: list[_Ends]) -> bool:
     """Whether some rank is slow in all later steps, and was not before, where it was not stopped."""
     for rank in frozenset.intersection(*(step.slow for step in later)):
-        usual, apart = _usual([math.inf if step.stopped[rank] else step.times[rank] for step in earlier])
+        known = [(step.times[rank], step.stopped[rank]) for step in earlier if step.times[rank] == step.times[rank]]
+        usual, apart = _usual([math.inf if stopped else own for own, stopped in known])
         if math.log(min(step.times[rank] for step in later)) - usual > apart:
             return True
     return False

@@ -294,13 +294,24 @@ def test_rank_that_is_quick_again_has_its_time_after_twelve_steps():
     assert float(done.dropped[SLOW_FROM + 24 :].max()) == 0.0
 
 
-def changes_in(factors, finished=None):
+def with_those_out(seen, member):
+    """Rows as those of real steps: who was stood in for gave nothing, a moment after the step began."""
+    out = seen.compute_s.isnan()
+    entered_s = torch.where(out, 0.01, seen.progress.entered_s)
+    if member is not None:
+        entered_s = torch.where(member, entered_s, NAN)
+    computed = torch.where(out.unsqueeze(2), 0.0, seen.progress.computed)
+    return replace(seen, progress=replace(seen.progress, entered_s=entered_s, computed=computed))
+
+
+def changes_in(factors, finished=None, member=None):
     """The steps after which a change is known, and those with which it began, in steps of (steps, ranks) seconds."""
     found, policy = {}, ChangedTimes()
     for end in range(1, len(factors) + 1):
         seen = history(factors[max(0, end - 99) : end].unsqueeze(2), end)
         if finished is not None:
             seen = replace(seen, finished=finished[max(0, end - 99) : end])
+            seen = with_those_out(seen, None if member is None else member[max(0, end - 99) : end])
         since = policy.steps_since(seen, LateHandling().quorum_among, 2)
         fresh = ChangedTimes().steps_since(seen, LateHandling().quorum_among, 2)
         assert since == fresh  # so every rank has the same answer, also one that begins here
@@ -354,6 +365,54 @@ def test_stopped_rank_is_slow_but_quick_again_only_if_it_ends():
     assert changes_in(factors, finished) == {100: 104}
     finished[150:, 1] = True
     assert changes_in(factors[:, [0, 1, 1, 2]], finished[:, [0, 1, 1, 2]]) == {100: 104}
+
+
+def out_of(factors, steps, rank=0):
+    """It did not enter these steps: it is in an earlier one, or has yet to come; it was stood in for at once."""
+    finished = torch.ones(factors.shape, dtype=torch.bool)
+    for step in steps:
+        factors[step, rank], finished[step, rank] = NAN, False
+    return factors, finished
+
+
+@pytest.mark.parametrize(("ranks", "long"), [(2, 4), (2, 8), (3, 5), (4, 1), (4, 4), (4, 8), (32, 5)])
+def test_one_stall_is_no_change_however_many_steps_are_merged_meanwhile(ranks, long):
+    factors = noise(ranks, 180)
+    for first in (40, 110):
+        factors[first, 0] = 5.0
+    assert changes_in(*out_of(factors, [first + n for first in (40, 110) for n in range(1, long + 1)])) == {}
+
+
+@pytest.mark.parametrize(("ranks", "long"), [(2, 4), (2, 20), (3, 5), (4, 1), (4, 5), (4, 20), (32, 8)])
+def test_rank_that_is_healed_is_no_change(ranks, long):
+    factors, finished = out_of(noise(ranks, 180), [*range(50, 50 + long), *range(120, 120 + long)])
+    member = torch.ones(factors.shape, dtype=torch.bool)
+    for first in (50, 120):
+        member[first - 6 : first, 0] = False  # it was away
+    factors[~member] = NAN
+    assert changes_in(factors, finished, member) == {}
+
+
+def test_rank_that_misses_every_second_step_is_slow():
+    factors = noise(4, 200)
+    factors[100::2, 1] *= 3.0
+    assert changes_in(*out_of(factors, range(101, 200, 2), 1)) == {100: 104}
+
+
+@pytest.mark.parametrize("out", [1, 2, 3, 5, 8, 13, 24])
+def test_rank_whose_history_is_replaced_by_that_of_a_peer_decides_as_the_peers_do(out):
+    """It goes on counting its own steps until it is healed, by which some of its numbers are those of other steps."""
+    times = torch.cat([noise(4, 80), noise(4, 80, apart=0.3) * torch.tensor([1.0, 1.0, 1.0, 2.0])]).unsqueeze(2)
+    own, peers = AutoDeadline(), AutoDeadline()
+    for end in range(1, 76):
+        own.decide(history(times[:end], end))
+    for missed in range(1, out + 1):  # by its count they follow its last one
+        seen = torch.cat([times[:75], times[75 + out : 75 + out + missed]])
+        own.decide(history(seen[-99:], 75 + missed))
+    for end in range(1, 140):
+        expected = peers.decide(history(times[max(0, end - 99) : end], end))
+        if end > 75 + out:
+            assert own.decide(history(times[max(0, end - 99) : end], end)) == expected
 
 
 def test_slow_first_steps_are_not_chosen_from():
