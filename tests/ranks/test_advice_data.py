@@ -380,7 +380,7 @@ def logs(names):
 
 
 NO_GROUP = "straggle needs a process group: launch with torchrun and call torch.distributed.init_process_group() before"
-NO_MEMBERS = 'in a running job; write dist.init_process_group("gloo"), or leave members out'
+NO_MEMBERS = 'has a copy of the model: write dist.init_process_group("gloo"), or leave members out'
 
 
 def register_fake():
