@@ -201,7 +201,7 @@ BUDGET = {
     "members": 7170,
     "merge": 9880,
     "observe": 5240,
-    "policies": 2900,
+    "policies": 2950,
     "pools": 1400,
     "replay": 170,
     "source": 1450,

@@ -486,10 +486,10 @@ def test_what_waits_or_tells_time_asks_the_world():
 
 WAYS = {  # by its kind, what a wait is called on; `straggle/waits.py` says when each is the one to take
     "a condition": {"wait": {"_wakes", "step_merged"}, "wait_for": {"_changed", "step_merged"}},
-    "an event that ends or wakes a thread": {"wait": {"_closing", "_stopping", "_wake", "_turn"}},
+    "an event that ends or wakes a thread": {"wait": {"_closing", "_stopping", "_wake", "_turn", "_come"}},
     "a collective": {
         "wait": {"work", "_work", "local", "all_gather()", "all_reduce()", "send()", "recv()"}
-        | {"channel", "_channel", "self", "_completion", "_calls", "barrier()"}
+        | {"channel", "_channel", "self", "_completion", "_calls", "barrier()", "reconfigure()"}
     },
     "a device": {"wait": {"_device"}},
     "an answer": {"result": {"_answer", "answer", "launched", "_launch()", "ahead", "submit()"}},
