@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -250,11 +250,16 @@ class Member:
         return self._lets_in.gives_at >= self._rank.training.step
 
     def healed(
-        self, step: int, history: History, deadline_s: float, deadlines_s: Sequence[tuple[int, float, float]]
+        self,
+        step: int,
+        history: History,
+        decided: Mapping[str, float],
+        decided_before: Mapping[int, Mapping[str, float]],
     ) -> None:
         """The training thread has its peers' state at the beginning of ``step``, and takes part from there on.
 
-        ``deadlines_s``: numbers of steps that the giver had merged since, each with its deadline and the shadow's.
+        ``decided``: what the giver's deadline had `decided` for the step that followed ``history``, and
+        ``decided_before`` for those that it had merged since ``step``.
         """
         training, merging, deadline, ring = (
             self._rank.training,
@@ -270,10 +275,10 @@ class Member:
             training.stops.only_up_to(max(step - 1, merging.step if merging.submitted else merging.step - 1))
             for number in [number for number in ring if number < step]:
                 del ring[number]
-            deadline.restore(history, deadline_s)
-            for number, of_step_s, shadow_s in deadlines_s:
+            deadline.restore(history, decided)
+            for number, of_step in decided_before.items():
                 if (merged := ring.get(number)) is not None:
-                    merged.correct(replace(merged.record, deadline_s=of_step_s, shadow_s=shadow_s))
+                    merged.correct(merged.record.as_decided(**of_step))
             for number, table in self._backlog.healed(training.step):
                 if number >= history.num_steps:
                     self._decide_again(number, table)
@@ -287,8 +292,8 @@ class Member:
         deadline_s, shadow_s = deadline.seconds, deadline.shadow_s
         deadline.decide(table)
         if (merged := self._rank.ring.get(number)) is not None:
-            record = replace(merged.record, deadline_s=deadline_s, shadow_s=shadow_s)
-            merged.correct(replace(record, rules=deadline.rules, usual_cost=deadline.usual_cost))
+            own_s = {"deadline_s": deadline_s, "shadow_s": shadow_s, "after_quorum_s": deadline.after_quorum_s}
+            merged.correct(merged.record.as_decided(**own_s, **vars(deadline.usual_cost)))
 
     def probe(self) -> None:
         """The training thread goes through the step that it is about to enter, though nothing of it is merged."""

@@ -749,7 +749,7 @@ def begun_while_it_is_out(rank, catches_up):
         member.regroup(channel.groups, view.with_joined(view.members, step=0, giver=rank), Repair(0), torch.empty(0))
         while merging.step < 3:
             time.sleep(0.001)
-        member.healed(0, history, 0.001)
+        member.healed(0, history, {**coordinator.deadline.decided, "seconds": 0.001}, {})
         lags = coordinator.lag > 0
         member.put_out()
         coordinator.deadline.of_ranks(2)

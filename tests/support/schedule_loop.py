@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -219,6 +219,8 @@ class Loop:
     def _note(self, seen: Seen, report: Any) -> None:
         told = [repr(report.ranks), repr((report.scalars, report.skipped, report.stages, report.pool_parts))]
         told.append(f"a deadline of {report.deadline_s} s")
+        if report.shadow is not None:  # without this rank's own time
+            told.append(repr(replace(report.shadow, seconds=0.0)))
         self.rank.note(
             step=report.step,
             parameters=parameters_of(self.module, buffers=True),

@@ -277,9 +277,9 @@ class Healing:
             return {
                 **of_model,
                 "history": deadline.history.tensors(),
-                "deadline_s": deadline.seconds,
+                "decided": deadline.decided,
                 # of steps that are merged before the newcomer knows any deadline
-                "deadlines_s": [(record.step, record.deadline_s, record.shadow_s) for record in records],
+                "decided_before": {record.step: record.decided for record in records},
             }
 
     def _of_model(self, registered: Mapping[str, Any]) -> dict[str, Any]:
@@ -341,7 +341,7 @@ class Healing:
                 value.load_state_dict(own)
         # last: from here on this rank's gradients may count, and all of its state is to be in place
         history = History.from_tensors(state["history"])
-        self._member.healed(view.step, history, state["deadline_s"], state["deadlines_s"])
+        self._member.healed(view.step, history, state["decided"], state["decided_before"])
         if not self._member.is_out:
             _log.warning(
                 "rank %d takes part again from step %d on%s",

@@ -30,7 +30,7 @@ _PAGE_BYTES = 4096  # the smallest page of a system
 _NUM_CHUNKS = 256  # chunks of a state if the network's latency is short beside a chunk
 _OUTWEIGHS = 4.0  # a chunk is to take so many times the latency
 
-_MAGIC = int.from_bytes(b"straggl\x04", "big")  # the last byte is the version
+_MAGIC = int.from_bytes(b"straggl\x05", "big")  # the last byte is the version
 _TAG, _NEVER_TAG = 0x5747, 0x5748
 
 

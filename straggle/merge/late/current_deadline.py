@@ -6,7 +6,7 @@ Nothing here is thread-safe: the coordinator's lock guards it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,6 +19,8 @@ from straggle.policies.history import History, HistoryWindow, ProgressRow, StepP
 from straggle.policies.shares.cost import UsualCost, mean_cost_of
 from straggle.policies.what_if.step_model import StopRules
 from straggle.source.source import Slot
+
+_DECIDED = ("seconds", "shadow_s", "predicted_drop", "after_quorum_s", "quorum_s")
 
 
 class CurrentDeadline:
@@ -82,12 +84,19 @@ class CurrentDeadline:
         """Whether each rank gets as much work as it has time for."""
         return self._window.dealt
 
-    def restore(self, history: History, seconds: float | None = None) -> None:
-        """Go on from the history of another run, or of a peer, who knows the ``seconds`` of the running step, too."""
+    @property
+    def decided(self) -> dict[str, float]:
+        """What is decided for the running step: its history has that no more if steps have left the window."""
+        return {name: float(getattr(self, name)) for name in _DECIDED}
+
+    def restore(self, history: History, decided: Mapping[str, float] | None = None) -> None:
+        """Go on from the history of another run, or of a peer, who gives what it has `decided`, too."""
         self._window.restore(history)
         self._use_costs()
-        if seconds is not None:
-            self.seconds = seconds
+        if decided is not None:
+            for name in _DECIDED:
+                setattr(self, name, decided[name])
+            self._follow_rules()
 
     def of_ranks(self, number: int) -> None:
         """So many ranks take part from here on; the others count in no quorum."""
@@ -144,12 +153,15 @@ class CurrentDeadline:
         finished = [True] * len(compute_s) if table.is_usual else table.finished_ranks()
         decided = next_deadline(self._policy, window.append(compute_s, finished, progress))
         self.predicted_drop, self.after_quorum_s = decided.predicted_drop, decided.after_quorum_s
-        if self.rules.after_quorum_s != self.after_quorum_s:
-            self.rules = replace(self.rules, after_quorum_s=self.after_quorum_s)
+        self._follow_rules()
         if self._policy.enforced:
             self.seconds = decided.seconds
         else:
             self.shadow_s = decided.seconds
+
+    def _follow_rules(self) -> None:
+        if self.rules.after_quorum_s != self.after_quorum_s:
+            self.rules = replace(self.rules, after_quorum_s=self.after_quorum_s)
 
     def _relative_costs(self, table: Table) -> list[float]:
         """The expected length of each rank's step relative to a usual one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,6 +52,18 @@ class StepRecord:
     merged_at: float = math.nan
     slowest_ranks: tuple[int, ...] = ()
     scalars: Mapping[float, float] | None = None
+
+    @property
+    def decided(self) -> dict[str, float]:
+        """What a deadline policy had decided by then, for `as_decided`: the rows have nothing of it."""
+        after_quorum_s = math.nan if self.rules is None else float(self.rules.after_quorum_s)
+        of_step = {"deadline_s": self.deadline_s, "shadow_s": self.shadow_s, "after_quorum_s": after_quorum_s}
+        return {**of_step, **vars(self.usual_cost)}
+
+    def as_decided(self, *, deadline_s: float, shadow_s: float, after_quorum_s: float, **usual: float) -> StepRecord:
+        """This record with what a peer has `decided`, or this rank now that it knows more; the quorum stays."""
+        rules = None if self.rules is None else replace(self.rules, after_quorum_s=after_quorum_s)
+        return replace(self, deadline_s=deadline_s, shadow_s=shadow_s, rules=rules, usual_cost=UsualCost(**usual))
 
     @property
     def report(self) -> StepReport:

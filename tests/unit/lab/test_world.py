@@ -410,6 +410,19 @@ FOUND: list[Schedule] = [
             StoreAway(1.1400000000000001, 0.05, empties=True),
         ),
     ),
+    # a newcomer's report of the step that was merged when its state came had the deadline's shadow as it knew it before
+    Schedule(
+        62000743,
+        3,
+        25,
+        True,
+        deadline="Shadow",
+        max_lag=8,
+        joins=True,
+        slow=(1.0, 4.0, 4.0),
+        suspect_s=0.5,
+        faults=(Kill(0, 0.37981811481550787, 0.3, turns=52),),
+    ),
 ]
 
 

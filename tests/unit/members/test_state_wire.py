@@ -655,10 +655,10 @@ def announce(numbers):
 
 
 def test_peer_that_sends_something_else_is_refused():
-    magic = int.from_bytes(b"straggl\x04", "big")
+    magic = int.from_bytes(b"straggl\x05", "big")
     for numbers, said in [
-        ([1, 2, 3], "rank 0 sends no state of this version: it began with 0x1, not 0x7374726167676c04"),
-        ([magic + 1, 2, 3], "rank 0 sends no state of this version: it began with 0x7374726167676c05"),
+        ([1, 2, 3], "rank 0 sends no state of this version: it began with 0x1, not 0x7374726167676c05"),
+        ([magic + 1, 2, 3], "rank 0 sends no state of this version: it began with 0x7374726167676c06"),
         ([magic, 0, 3], "rank 0 announced a header of 0 bytes and data of 3 bytes, which no state has"),
         ([magic, -1, 3], "rank 0 announced a header of -1 bytes"),
         ([magic, 1, -3], "data of -3 bytes, which no state has"),
@@ -671,7 +671,7 @@ def test_peer_that_sends_something_else_is_refused():
 
 @pytest.mark.parametrize("size", [0, -1, 11, 2**62])
 def test_chunk_that_is_no_part_of_what_was_announced_is_refused(size):
-    magic, has_it = int.from_bytes(b"straggl\x04", "big"), torch.zeros(1, dtype=torch.uint8)
+    magic, has_it = int.from_bytes(b"straggl\x05", "big"), torch.zeros(1, dtype=torch.uint8)
 
     def sender(group):
         announce([magic, 10, 1000])(group)
@@ -686,7 +686,7 @@ def test_chunk_that_is_no_part_of_what_was_announced_is_refused(size):
 
 
 def test_peer_that_ends_in_the_middle_is_an_error_at_once():
-    magic = int.from_bytes(b"straggl\x04", "big")
+    magic = int.from_bytes(b"straggl\x05", "big")
     _, came = between(announce([magic, 10, 1000]), lambda group: receive(group, 0, max_bytes=10_000), limit_s=600)
     assert isinstance(came, RuntimeError)
 

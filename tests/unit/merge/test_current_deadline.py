@@ -6,7 +6,7 @@ import pytest
 import torch
 from telemetry_rows import row_of
 
-from straggle import FirstK, FixedDeadline, LateHandling
+from straggle import Deadline, FirstK, FixedDeadline, LateHandling, NextDeadline, Shadow
 from straggle.merge.late.current_deadline import CurrentDeadline
 from straggle.merge.rows.table import Table
 
@@ -62,3 +62,24 @@ def test_whether_all_take_as_long_counts_from_a_step_on_that_no_rank_merges_befo
         if step in (2, 7):  # a rank's merges may be three steps ahead of the word about step 2
             deadline.work_is_dealt(evenly=step == 7, after=step)
     assert seen == [True] * 6 + [False] * 5 + [True] * 3
+
+
+class Grows(Deadline):
+    def decide(self, history):
+        n = history.num_steps
+        return NextDeadline(0.1 * n, predicted_drop=0.01 * n, after_quorum_s=0.2 * n)
+
+
+@pytest.mark.parametrize("policy", [Grows, lambda: Shadow(Grows())], ids=["enforced", "shadow"])
+@pytest.mark.parametrize("late_by", ["host", "device"])
+def test_peer_that_is_given_the_history_and_what_is_decided_goes_on_as_its_giver(policy, late_by):
+    giver, peer = (CurrentDeadline(policy(), LateHandling(late_by=late_by), 2) for _ in range(2))
+    peer.decide(table_of())  # a step that it merged before it had the state
+    for _ in range(3):
+        giver.decide(table_of())
+    peer.restore(giver.history, giver.decided)
+    assert (peer.after_quorum_s, peer.rules) == (pytest.approx(0.6), giver.rules)
+    for _ in range(2):
+        assert [repr(own) for own in peer.decided.items()] == [repr(own) for own in giver.decided.items()]
+        for deadline in (giver, peer):
+            deadline.decide(table_of())

@@ -1,6 +1,7 @@
 """What a report says that the rows of the ranks do not."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from straggle.merge.rows.step_record import StepRecord
 from straggle.merge.rows.table import Table
 from straggle.merge.rows.telemetry import NONFINITE, ScalarNames
 from straggle.observe.numbers.reader import step_report
+from straggle.policies.shares.cost import UsualCost
+from straggle.policies.what_if.step_model import StopRules
 from straggle.pools.pulling import share_out
 from straggle.report import RankNumbers
 from straggle.schema import numbers_of
@@ -66,3 +69,18 @@ def test_each_number_that_a_row_declares_is_in_the_report_and_in_its_trace_as_it
     assert {name: getattr(rank, name) for name in sent} == sent
     (again,) = step_report(record.report.as_dict()).ranks
     assert repr(again) == repr(rank)  # NaN is as NaN here
+
+
+@pytest.mark.parametrize("after_quorum_s", [0.0, 1.0])
+def test_record_of_a_rank_that_knew_no_deadline_is_its_peers_once_it_has_what_that_had_decided(after_quorum_s):
+    alike = {"computed": (1.0,) * NUM_STAGES, "estimated": (0.0,) * NUM_STAGES, "stage_s": (0.1,) * NUM_STAGES}
+    rows = [row_of(compute_s=own, busy_s=own, cost=2.0, num_microbatches=1, **alike) for own in (0.1, 0.1, 0.9)]
+    table = Table(torch.stack([row.encode(ALL_COLUMNS) for row in rows]), NUM_STAGES, ALL_COLUMNS)
+    own = StepRecord(0, 1.0, math.inf, PLAN, table, ScalarNames({}), shadow_s=math.inf, rules=StopRules(2))
+    decided = {"shadow_s": 0.2, "rules": StopRules(2, after_quorum_s), "usual_cost": UsualCost(4.0, 2.0)}
+    peer = replace(own, deadline_s=0.3, **decided)
+    assert own.report != peer.report
+    corrected = own.as_decided(**peer.decided)
+    assert repr(corrected.report) == repr(peer.report)
+    assert corrected.report.shadow.late_ranks == ((2,) if after_quorum_s == 0.0 else ())
+    assert [rank.cost for rank in corrected.report.ranks] == [0.5] * 3
