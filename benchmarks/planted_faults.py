@@ -472,7 +472,7 @@ MEMBERS = [
         "                self._decide_again(number, table)\n",
     ),
     Fault(
-        "deadline-not-healed", "members/member.py", "deadline.restore(history, deadline_s)", "deadline.restore(history)"
+        "deadline-not-healed", "members/member.py", "deadline.restore(history, decided)", "deadline.restore(history)"
     ),
     Fault(
         "momentum-not-healed",
