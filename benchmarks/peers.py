@@ -31,8 +31,6 @@ from peers_jobs import SYSTEMS, Failed, missing, send
 from peers_ranks import RANKS
 from slow_uplink import pace
 
-from straggle.commands.saved import durable
-
 ONE = RANKS - 1  # the rank that has the fault
 SECONDS = {"nothing": 6.0, "slow": 12.0, "slow link": 8.0, "frozen": 11.0, "killed": 10.0}
 FROZEN_S, SLOW_BYTES_PER_S = 8.0, 2e6
@@ -111,11 +109,8 @@ def fault_of(job, steps, fault, shorter):
     time.sleep(1.0 * shorter)
     seconds, begun, back_from = SECONDS[fault] * shorter, time.time(), None
     until, marker = begun + seconds, job.folder / f"slow.{ONE}"
-    sends_slowly = job.folder / f"sends_slowly.{ONE}"
     if fault == "slow":
         marker.touch()
-    elif fault == "slow link":
-        durable.write_text(sends_slowly, str(int(SLOW_BYTES_PER_S)))
     elif fault == "frozen":
         send(job, ONE, signal.SIGSTOP)
     elif fault == "killed":
@@ -123,14 +118,13 @@ def fault_of(job, steps, fault, shorter):
         back_from = begun
     while time.time() < until:
         if fault == "slow link":
-            pace(job.pid(ONE), SLOW_BYTES_PER_S)  # again and again: sockets that are new, too, but for Python's
+            pace(job.pid(ONE), SLOW_BYTES_PER_S)  # again and again: sockets that are new, too
         if fault == "frozen" and back_from is None and time.time() > begun + FROZEN_S * shorter:
             send(job, ONE, signal.SIGCONT)
             back_from = time.time()
         time.sleep(0.1)
     ended = time.time()
     marker.unlink(missing_ok=True)
-    sends_slowly.unlink(missing_ok=True)
     if fault == "slow link":
         pace(job.pid(ONE))
     back = None if back_from is None else steps.wait(back_from, BACK_S, fault == "killed") - back_from

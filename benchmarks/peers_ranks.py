@@ -2,7 +2,7 @@
 
 A line says: a step; of how many ranks gradients were computed for what came out of it; how many of these are not in
 it; and how many ranks gave any (0 between two means of several steps). A rank is slow while there is a file
-``slow.RANK``: its layers take twice as long; its new connections have the pace in ``sends_slowly.RANK``.
+``slow.RANK``: its layers take twice as long.
 """
 
 import logging
@@ -27,9 +27,7 @@ def begin(folder, rank):
     import torch
     from members_job import End, Lines
     from sleeping import sleeping_net
-    from slow_uplink import pace_from_connecting
 
-    pace_from_connecting(folder / f"sends_slowly.{rank}")
     pids = folder / "pids"
     pids.mkdir(exist_ok=True)
     partial = pids / f"partial.{rank}"

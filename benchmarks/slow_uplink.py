@@ -33,21 +33,6 @@ def pace(pid, bytes_per_s=_UNLIMITED):
     return sum(_pace_of_one(own, int(bytes_per_s)) for own in family(pid))
 
 
-def pace_from_connecting(file):
-    """From here on, sockets that Python connects in this process are at the pace that is in ``file``, while it exists.
-
-    `pace` comes too late for a connection that is over after some milliseconds, as one that measures a link is.
-    """
-    connect = socket.socket.connect
-
-    def at_pace(own, address):
-        if file.exists():
-            own.setsockopt(socket.SOL_SOCKET, _PACE, struct.pack("=I", int(file.read_text())))
-        return connect(own, address)
-
-    socket.socket.connect = at_pace
-
-
 def _pace_of_one(pid, bytes_per_s):
     try:
         number, paths = os.pidfd_open(pid), list(Path(f"/proc/{pid}/fd").iterdir())
