@@ -17,11 +17,12 @@ from straggle import Elastic, StagedDataParallel, world
 from straggle.backward import stages
 from straggle.backward.device import Host
 from straggle.lab.world.faults import Freeze, Kill, Stall
+from straggle.lab.world.groups import path_of
 from straggle.lab.world.nccl import FAILED, Nccl, nccl_of
 from straggle.lab.world.run import Run, parameters_of, run_world, simulated
 from straggle.lab.world.store import PrefixStore, Store
 from straggle.members.regrouped.formed_again import Communicator, NcclGroup
-from straggle.merge.wire.groups import is_over, kept_by, set_aside
+from straggle.merge.wire.groups import GlooGroup, is_over, kept_by, set_aside
 from straggle.waits import until
 
 NCCL = "cuda:nccl2"
@@ -201,6 +202,49 @@ def test_rank_whose_device_lets_go_of_a_communicator_late_takes_another_one(monk
     assert run.seconds > 6.0
     assert longest_s(run, 0) < SUSPECT_S + 2.0 + 1.0
     assert [note["generation"] for note in run.notes[0] if "generation" in note] == [1]
+
+
+@pytest.fixture
+def held_up(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``held_up(rank, seconds)``: a rank's control group of generation 1 is there so much later; the moments at which.
+
+    One for each attempt to form it.
+    """
+
+    def hold(rank: int, seconds: float) -> list[float]:
+        make, came = GlooGroup.__init__, list[float]()
+
+        def makes(self: GlooGroup, store: Any, *arguments: Any) -> None:
+            make(self, store, *arguments)
+            if number() == rank and path_of(store).endswith("/1/control"):
+                world.sleep(seconds)
+                came.append(world.monotonic())
+
+        monkeypatch.setattr(GlooGroup, "__init__", makes)
+        return came
+
+    return hold
+
+
+def test_late_thread_of_an_older_view_leaves_the_communicator_to_the_newer_one(held_up):
+    """Rank 1 is held up in the first change, the second comes meanwhile, and the third finds what it revokes."""
+    came = held_up(1, 2.0)
+    faults = [Kill(3, at_s=0.21, back_s=4.5), Kill(2, at_s=1.5)]
+    run = run_world(lambda rank: loop(rank, 160), ranks=4, faults=faults, backend=NCCL)
+    assert len(came) == 1
+    changes = [note["at"] for note in run.notes[1] if "generation" in note]
+    assert changes[0] < came[0] < changes[1]
+    assert run.results[0] == run.results[1] == run.results[3]
+    check_nothing_of_survivors_is_lost(run, {0, 1})
+
+
+def test_over_gloo_groups_that_take_long_are_waited_for(held_up):
+    """A second attempt would be under the keys of the first, which is still there."""
+    came = held_up(1, 100.0)
+    run = run_world(loop, ranks=3, faults=[Kill(2, at_s=0.21)], end_s=150.0)
+    assert run.results[0] == run.results[1]
+    assert [note["generation"] for note in run.notes[1] if "generation" in note] == [1]
+    assert len(came) == 1
 
 
 @pytest.mark.parametrize("seed", range(4))  # in some nccl does not notice that a rank is gone

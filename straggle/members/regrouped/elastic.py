@@ -169,7 +169,7 @@ class ElasticChannel(Channel):
 
     def form(self, view: View, limit_s: float = _FORM_S) -> bool:
         """Meet the other members of a view; false if there is a newer view, or if a member does not come."""
-        self.revoke()
+        turn = self.revoke()
         place, size = view.ranks.index(self.rank), len(view.ranks)
         made: dict[str, Any] = {}
         given_up, has_ended = world.Event(), world.Event()
@@ -187,7 +187,8 @@ class ElasticChannel(Channel):
                     else:
                         make("control")
                         if "control" in made:
-                            made["data"] = self._communicator.form(made["control"], size, _NCCL_S)
+                            # refused if this thread is late, and a newer view has its turn
+                            made["data"] = self._communicator.form(made["control"], size, _NCCL_S, turn)
             except (RuntimeError, OSError) as error:
                 self._note_unformed(view, error)
             finally:
@@ -202,10 +203,11 @@ class ElasticChannel(Channel):
 
         # on a thread that is abandoned if a member dies meanwhile: nothing else ends this call
         self.membership.spawn(meet)
+        # gloo needs no limit, and would be tried again under the same keys while that thread is still there
         until(
             lambda: has_ended.is_set() or self._is_past(view),
             every_s=_SLICE_S / 4,
-            limit_s=2 * limit_s + 4 * _NCCL_S,
+            limit_s=math.inf if self._communicator is None else 2 * limit_s + 4 * _NCCL_S,
             pause=has_ended.wait,
         )
         given_up.set()
@@ -220,10 +222,12 @@ class ElasticChannel(Channel):
         self._keep_groups(tuple(group for group in made.values() if isinstance(group, GlooGroup)))
         return True
 
-    def revoke(self) -> None:
-        """The members change: end what is on its way over nccl. What gloo has on its way ends by itself."""
-        if self._communicator is not None:
-            self._communicator.revoke()
+    def revoke(self) -> int:
+        """The members change: end what is on its way over nccl. What gloo has on its way ends by itself.
+
+        Returns the turn in which nccl's communicator may be formed again, until the next call.
+        """
+        return 0 if self._communicator is None else self._communicator.revoke()
 
     def _come_to(self, corner: str, place: int, size: int, given_up: world.Event, limit_s: float) -> bool:
         """Say that this member is there, and wait for the others; false if it is given up, or takes too long."""

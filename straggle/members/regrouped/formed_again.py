@@ -43,6 +43,7 @@ from straggle.waits import end_of, until
 _WORD_BYTES = 256
 _REVOKE_S = 2.0  # for a revoke, and for whoever launches to come out of it; then the communicator is given up
 _LIMIT_S = 600.0  # of a collective, as gloo's
+_CHANGED = "the members changed while nccl formed its groups"
 
 
 class Failed:
@@ -125,28 +126,36 @@ class Communicator:
             raise ValueError(_refusal(f"torch {torch.__version__} with NCCL {torch.cuda.nccl.version()}"))  # type: ignore[no-untyped-call]
         return made
 
-    def revoke(self) -> None:
-        """End what is on its way here, from any thread, within seconds; the last group is not used any more."""
+    def revoke(self) -> int:
+        """End what is on its way here, from any thread, within seconds; the last group is not used any more.
+
+        Returns the turn of whoever forms one now (`form`).
+        """
         with self._lock:
-            self._turn += 1  # who forms one meanwhile does it in vain
+            turn = self._turn = self._turn + 1  # who forms one meanwhile does it in vain
             group, self._group = self._group, None
             revoked = self._idle
         if group is None:
-            return
+            return turn
         group.drop()
+        if revoked is None:  # given up
+            return turn
         # a late revoke, or a launch, would meet the communicator of the next view
         if not (_ends_soon(revoked.abort) and group.comes_to_rest()):
             with self._lock:
                 self._idle = None
             set_aside(revoked, math.inf)
+        return turn
 
-    def form(self, control: Group, size: int, limit_s: float) -> NcclGroup:
+    def form(self, control: Group, size: int, limit_s: float, turn: int) -> NcclGroup:
         """Form it again, among the ``size`` members whose group ``control`` is, in their order there.
 
-        Raises ``RuntimeError`` if that fails, or takes much longer than ``limit_s``.
+        ``turn``: of the last `revoke`. Raises ``RuntimeError`` if there was another one since, if it fails, or if it
+        takes much longer than ``limit_s``.
         """
         with self._lock:
-            turn = self._turn = self._turn + 1
+            if self._turn != turn:  # the communicator is another view's, which may have it in use
+                raise RuntimeError(_CHANGED)
             used, self._idle = self._idle, None
         used = used or self._new()
         try:
@@ -160,7 +169,7 @@ class Communicator:
                 return group
         group.drop()
         set_aside(used, math.inf)
-        raise RuntimeError("the members changed while nccl formed its groups")
+        raise RuntimeError(_CHANGED)
 
     def _formed(self, used: Any, control: Group, size: int, limit_s: float) -> NcclGroup:
         uuid, handles = self._exchange(used, control, size, limit_s)
