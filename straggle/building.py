@@ -38,7 +38,7 @@ from straggle.merge.saved_state import ResumeState, SharedMemory
 from straggle.merge.state.module_state import ModuleState
 from straggle.merge.wing import Wings
 from straggle.merge.wire.channel import Channel
-from straggle.merge.wire.groups import OWN_GROUP, ranks_of_job
+from straggle.merge.wire.groups import OWN_GROUP, is_part_of_job, ranks_of_job
 from straggle.report import MembersReport
 from straggle.source.replicated import ReplicatedSource
 
@@ -166,6 +166,11 @@ def build(
     columns = _columns()
     if members is not None and options.own_group:
         raise ValueError("members=Elastic() is for all ranks of the job: leave process_group out")
+    if members is None and is_part_of_job():
+        raise ValueError(
+            "after init_replica() the process group has the ranks of one replica, and each replica would train by "
+            "itself: write members=Elastic() in StagedDataParallel(...)"
+        )
     wrapped = options.wrapped(module, wrapper)
     if mesh is not None or options.sharded:
         source, channel, replica = _meet_replica(module, wrapped, options, mesh, members)

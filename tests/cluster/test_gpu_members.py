@@ -122,7 +122,7 @@ def test_communicator_of_one_is_revoked_with_work_on_its_way_and_formed_again(re
     for number in range(10):
         control = GlooGroup(dist.PrefixStore(f"control/{number}", store), 0, 1, 10.0, 60.0)
         began = time.perf_counter()
-        group = communicator.form(control, 1, 10.0)
+        group = communicator.form(control, 1, 10.0, communicator.revoke())
         took_s.append(time.perf_counter() - began)
         tensor = torch.full((1 << 20,), 3.0, device="cuda")
         over = group.all_reduce(tensor)

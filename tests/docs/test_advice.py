@@ -81,6 +81,10 @@ ELSEWHERE = {
         "tests/ranks/test_replica_members.py::"
         "test_replica_whose_ranks_alone_are_the_default_group_leaves_and_comes_back"
     ),
+    "each replica would train by itself: write members=Elastic()": (
+        "tests/ranks/test_replica_members.py::"
+        "test_replica_whose_ranks_alone_are_the_default_group_leaves_and_comes_back"
+    ),
     "shard it as a parameter, or keep it out of what you register": (
         "tests/ranks/test_replica_members.py::"
         "test_state_is_given_as_shards_and_what_is_sharded_as_no_parameter_is_refused"

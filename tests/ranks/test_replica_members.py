@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,12 +28,14 @@ from replicas import (
 from sharding import Blocks, batch, mesh_of, shard
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import straggle
 from straggle.members import agents
 from straggle.members.agents import Exited
-from straggle.merge.wire.groups import ranks_of_job
+from straggle.merge.wire.groups import begin_as_part, ranks_of_job
 from straggle.merge.wire.loop_collectives import LoopCollectives
+from straggle.merge.wire.store import default_store
 from straggle.source.sharded import given, taken
 
 LONG_S = 7.0  # longer than what a process of a replica that hangs has to end by itself
@@ -101,6 +105,51 @@ def test_model_that_no_replica_shards_is_refused_in_a_group_of_its_own() -> None
         raised = job.result(0)
         assert isinstance(raised, Raised)
         assert "began a replica of 2 ranks, and the model is sharded over 1: call fully_shard()" in raised.message
+
+
+def _wrap_without_members(rank: int, _board: Board) -> None:
+    own_group(rank)
+    straggle.StagedDataParallel(Blocks(1))
+
+
+def test_model_without_members_is_refused_where_it_would_meet_one_replica_alone() -> None:
+    """Each replica would merge its own gradients, and their parameters would differ without a word."""
+    with run_job(4, _wrap_without_members, replica_size=SHARDS) as job:
+        for rank in range(4):
+            raised = job.result(rank)
+            assert isinstance(raised, Raised)
+            assert "and each replica would train by itself: write members=Elastic()" in raised.message
+
+
+def _watched_in_own_group(rank: int, folder: Path, in_ddp: bool) -> None:
+    store = default_store()
+    dist.destroy_process_group()
+    corner = dist.PrefixStore(f"replica{rank // SHARDS}", store)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=corner, rank=rank % SHARDS, world_size=SHARDS)
+    begin_as_part(rank // SHARDS * SHARDS, 4)
+    model = DistributedDataParallel(Blocks(1)) if in_ddp else Blocks(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with straggle.watch(model, folder):
+        for step in range(2):
+            model(batch(step, rank)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("in_ddp", [False, True], ids=["a loop", "DDP"])
+def test_watched_ranks_of_all_replicas_write_files_of_their_own(in_ddp: bool, tmp_path: Path) -> None:
+    run_forked(_watched_in_own_group, 4, tmp_path, in_ddp)
+    heads = {
+        str(path.relative_to(tmp_path)): json.loads(path.read_text().splitlines()[0])
+        for path in tmp_path.rglob("rank*.jsonl")
+    }
+    if in_ddp:  # it merges over one replica
+        assert heads.keys() == {f"{group}watch/rank{rank}.jsonl" for group in ("", "group2/") for rank in range(2)}
+        assert "they are ranks [2, 3] of the job" in heads["group2/watch/rank0.jsonl"]["unknown"][0]
+    else:
+        assert heads.keys() == {f"watch/rank{rank}.jsonl" for rank in range(4)}
+        assert {head["world_size"] for head in heads.values()} == {4}
+        assert all("counts as waiting for the merge" in head["unknown"][0] for head in heads.values())
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from straggle.backward.stages import trainable
+from straggle.merge.wire.groups import job_rank, job_size, ranks_of_job
 from straggle.parallel import StagedDataParallel
 
 DATA_PARALLEL = ("DDP", "loop")  # kinds in which each rank has a model by itself
@@ -59,7 +60,7 @@ def job_of(model: Any) -> Job:
     module = _module_of(model)
     _refuse(module)
     on_ranks = dist.is_available() and dist.is_initialized()
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if on_ranks else (0, 1)
+    rank, world_size = (job_rank(), job_size()) if on_ranks else (0, 1)  # of all replicas (`init_replica`)
     meshes = [parameter for parameter in module.parameters() if hasattr(parameter, "device_mesh")]
     if not meshes:
         alone = world_size == 1
@@ -74,9 +75,9 @@ def job_of(model: Any) -> Job:
 def _of_ddp(model: DistributedDataParallel) -> Job:
     group = model.process_group
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    if world_size == dist.get_world_size():
+    if world_size == job_size():
         return Job("DDP", model.module, rank, world_size, "pass")
-    ranks = tuple(dist.get_process_group_ranks(group))
+    ranks = tuple(ranks_of_job(dist.get_process_group_ranks(group)))
     unknown = (_GROUP.format(list(ranks)),)
     return Job("DDP", model.module, rank, world_size, "pass", unknown=unknown, group=ranks)
 
