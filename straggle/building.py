@@ -316,7 +316,8 @@ def _meet(
         return channel
     from straggle.members.regrouped.meeting import meet_members
 
-    return meet_members(members, wrapped, partial(make_alike, module, wrapped), give_up_s=give_up_s)
+    kind = next((own.device.type for own in module.parameters()), "cpu")
+    return meet_members(members, wrapped, partial(make_alike, module, wrapped), give_up_s=give_up_s, kind=kind)
 
 
 def _meet_replica(
@@ -350,7 +351,8 @@ def _meet_replica(
 
         assert members is not None
         alike = partial(make_alike, module, wrapped)
-        channel = meet_members(members, wrapped, alike, give_up_s=give_up_s, of_replica=inside)
+        kind = next(module.parameters()).device.type
+        channel = meet_members(members, wrapped, alike, give_up_s=give_up_s, of_replica=inside, kind=kind)
     source = ShardedSource(module, len(ranks), channel.world_size)
     replica = Replica.of_ranks(channel, inside, source.inside, partial(name_of_place, module), source.own_data)
     return source, channel, replica

@@ -301,6 +301,32 @@ def test_torchs_own_communicator_has_what_is_asked_of_it_with_a_gpu_or_without()
         group.all_reduce(torch.ones(2))
 
 
+def made(rank: Any, monkeypatch: pytest.MonkeyPatch, refuses: bool) -> list[str]:
+    """Wrap a model, in vain if another rank ``refuses``; what happened to this rank's communicator."""
+    happened = list[str]()
+    begin, shutdown = Nccl.__init__, Nccl.shutdown
+    with monkeypatch.context() as patch:
+        patch.setattr(Nccl, "__init__", lambda own, *given: (begin(own, *given), happened.append("made"))[0])
+        patch.setattr(Nccl, "shutdown", lambda own: (shutdown(own), happened.append("closed"))[0])
+        if refuses:
+            with pytest.raises(ValueError, match="sparse"):
+                StagedDataParallel(torch.nn.Embedding(4, 2, sparse=True), members=Elastic(1), links=False)
+        else:
+            StagedDataParallel(torch.nn.Linear(2, 2), members=Elastic(1), links=False).close()
+    return happened
+
+
+def test_communicator_is_closed_if_the_model_could_not_be_wrapped(monkeypatch):
+    run = run_world(lambda rank: made(rank, monkeypatch, refuses=True), ranks=1, backend=NCCL)
+    assert run.results == (["made", "closed"],)
+
+
+def test_model_on_the_cpu_goes_over_gloo_where_there_is_nccl_for_others(monkeypatch):
+    config = "cpu:gloo,cuda:nccl2"
+    run = run_world(lambda rank: made(rank, monkeypatch, refuses=False), ranks=1, backend=config)
+    assert run.results == ([],)
+
+
 @pytest.mark.parametrize("backend", ["cpu:mpi", "cuda:ucc"])
 def test_members_over_other_backends_are_refused(backend):
     (error,) = run_world(loop, ranks=1, backend=backend).results

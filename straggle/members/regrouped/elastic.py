@@ -60,7 +60,8 @@ class MetAnew(Exception):
 class ElasticChannel(Channel):
     """The channel of a model whose ranks may leave and come back; it uses all ranks of the job.
 
-    Gradients go over gloo, or over nccl if the job's process group is one of nccl; all else goes over gloo.
+    Gradients go over gloo, or over nccl if the job's process group is one of nccl and has no gloo for ``kind``, the
+    type of device that they are on; all else goes over gloo.
 
     ``comes_late``: the job has begun without this rank. ``of_replica``: the ranks that are a member together, if that
     is not one rank; then this is the channel of those that have the same shard of all members.
@@ -68,8 +69,10 @@ class ElasticChannel(Channel):
 
     groups_change = True
 
-    def __init__(self, elastic: Elastic, *, give_up_s: float, of_replica: Channel | None = None) -> None:
-        self._elastic, self._of_replica = elastic, of_replica
+    def __init__(
+        self, elastic: Elastic, *, give_up_s: float, of_replica: Channel | None = None, kind: str = "cpu"
+    ) -> None:
+        self._elastic, self._of_replica, self._kind = elastic, of_replica, kind
         self._formed: ProcessGroups | None = None
         self._made: Sequence[GlooGroup] = ()  # those groups of `formed` that are gloo's
         self._communicator: Communicator | None = None  # for gradients, over nccl
@@ -84,8 +87,10 @@ class ElasticChannel(Channel):
         return super()._time_limit_of(parent) if self._of_replica is None else self._of_replica.patience.group_s
 
     def _meet(self, parent: dist.ProcessGroup) -> str:
-        over_nccl, self._queued = self._queued, False  # the host waits for each merge: all members must have it
-        if over_nccl and (self._of_replica is not None or "nccl" not in str(world.dist.get_backend_config(parent))):
+        config = str(world.dist.get_backend_config(parent))
+        over_nccl = self._queued and f"{self._kind}:gloo" not in config.split(",")
+        self._queued = False  # the host waits for each merge: all members must have it
+        if over_nccl and (self._of_replica is not None or "nccl" not in config):
             raise ValueError(
                 "members=Elastic() needs a gloo process group, or one of nccl if a rank alone has a copy of the model: "
                 'write dist.init_process_group("gloo"), or leave members out'
@@ -144,9 +149,15 @@ class ElasticChannel(Channel):
                     )
                 membership.annul(membership.view)
         except BaseException:
-            membership.close()
+            self.part()
             raise
         self.comes_late = late
+
+    def part(self) -> None:
+        """Follow the members no longer, and free nccl's communicator: at the end, or if the model was not wrapped."""
+        self.membership.close()
+        if self._communicator is not None:
+            self._communicator.close()
 
     @staticmethod
     def _connect(store: Any, corner: str) -> Any:
@@ -434,9 +445,7 @@ class ElasticChannel(Channel):
             self.membership.leave_at_the_end()
         else:
             self.membership.leave_with_an_error(self._progress.raised(self.name, error))
-        self.membership.close()
-        if self._communicator is not None:
-            self._communicator.close()
+        self.part()
         super().close()
 
 

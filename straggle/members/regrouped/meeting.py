@@ -22,13 +22,14 @@ def meet_members(
     *,
     give_up_s: float,
     of_replica: Channel | None = None,
+    kind: str = "cpu",
 ) -> ElasticChannel:
     """The channel to the members, which have the same module and options; a rank that comes late asks nothing yet.
 
     ``make_alike(channel)`` compares the ranks' models and gives the model of rank 0 to all. ``of_replica``: the ranks
-    that are a member together with this one.
+    that are a member together with this one. ``kind``: the type of device that the parameters are on.
     """
-    channel = ElasticChannel(elastic, give_up_s=give_up_s, of_replica=of_replica)
+    channel = ElasticChannel(elastic, give_up_s=give_up_s, of_replica=of_replica, kind=kind)
     versions = {"straggle": __version__, "torch": torch.__version__.partition("+")[0]}  # of a state that is given
     in_common = {**asdict(wrapped), **versions}
     channel.membership.joins.describe(json.dumps(in_common, sort_keys=True))
@@ -40,7 +41,7 @@ def meet_members(
         if channel.comes_late and wrapped.refusal:
             raise ValueError(wrapped.refusal)
     except BaseException:
-        channel.membership.close()
+        channel.part()
         raise
     return channel
 
