@@ -90,6 +90,7 @@ class StagedTrainerMixin:
         self._staged_micro_batch: _MicroBatch | None = None  # whose training_step runs
         self._staged_last_loss, self._staged_gives_more = LastLoss(), False  # compute_loss gives more than a loss
         self._staged_tokens: float | None = None  # of this rank in the next step
+        self._staged_draws = False  # batches to train on, and not to evaluate
         self._staged_full: float | None = None  # tokens of a full step, which has weight 1
         super().__init__(*positional, **words)
         self._staged_averages_tokens = self._staged_takes_part() and bool(self.args.average_tokens_across_devices)
@@ -146,7 +147,11 @@ class StagedTrainerMixin:
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """As the base class; tokens are counted before the batches are copied to the device, which nobody waits for."""
-        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
+        self._staged_draws = True
+        try:
+            batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
+        finally:
+            self._staged_draws = False
         if self._staged_takes_part():
             batches = [send_to_device(batch, device, non_blocking=True) for batch in batches]
         return batches, num_items
@@ -196,6 +201,8 @@ class StagedTrainerMixin:
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """The number of items of this rank alone, which is its weight in the merge."""
         if not self._staged_takes_part():
+            return super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
+        if not (self._staged_averages_tokens and self._staged_draws) and _on_device(batch_samples):
             return super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
         num_items = super()._get_num_items_in_batch(batch_samples, torch.device("cpu"))  # type: ignore[misc]
         self._staged_tokens = None
@@ -355,6 +362,12 @@ class StagedTrainerMixin:
     def _staged_state_file(self, folder: str) -> Path:
         own = self.args.process_index if self._staged_members is None else 0
         return Path(folder) / f"straggle_{own}.pt"
+
+
+def _on_device(batches: list[Any]) -> bool:
+    """Whether labels are there already, as with ``members`` and in an evaluation: the host would wait for a count."""
+    labels = [batch["labels"] for batch in batches if "labels" in batch]
+    return any(isinstance(own, Tensor) and own.device.type != "cpu" for own in labels)
 
 
 class _MicroBatch:

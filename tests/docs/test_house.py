@@ -194,7 +194,7 @@ BUDGET = {
     "backward": 2340,
     "commands": 5240,
     "data": 1670,
-    "integrations": 2000,
+    "integrations": 2030,
     "lab": 5410,
     "links": 1030,
     "loop": 2350,

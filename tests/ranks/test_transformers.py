@@ -356,3 +356,25 @@ def test_what_would_wait_for_a_stuck_rank_is_refused_with_what_to_do(tmp_path, r
     assert "leave them out, or members=" in best
     assert "leave it out" in tokens
     assert "per_device_train_batch_size" in size
+
+
+def labels_on_a_device(rank, folder, members):
+    """Where the number of labels is that are on a device, which no host can read, and of some on the host."""
+    as_launched(rank)
+    from straggle import Elastic
+    from straggle.integrations import transformers as own
+
+    own.send_to_device = lambda batch, *_, **__: batch
+    options = {"members": Elastic()} if members else {}
+    changes = {"gradient_accumulation_steps": 1, "average_tokens_across_devices": False}
+    trainer = own.StagedTrainer(tiny_gpt(), arguments(folder, **changes), train_dataset=Sentences(False), **options)
+    drawn = []
+    for place in ("meta", "cpu"):
+        batch = {"labels": torch.ones(2, 12, device=place, dtype=torch.int64)}
+        drawn.append(trainer.get_batch_samples(iter([batch]), 1, torch.device(place))[1].device.type)
+    return drawn
+
+
+@pytest.mark.parametrize("members", [True, False])
+def test_labels_on_a_device_are_counted_there(members, tmp_path, run_loaded):
+    assert run_loaded(labels_on_a_device, 2, str(tmp_path), members) == [["meta", "cpu"]] * 2
