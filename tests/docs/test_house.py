@@ -198,7 +198,7 @@ BUDGET = {
     "lab": 5410,
     "links": 1030,
     "loop": 2350,
-    "members": 7170,
+    "members": 7190,
     "merge": 9880,
     "observe": 5240,
     "policies": 2950,
