@@ -226,14 +226,47 @@ def held_up(monkeypatch: pytest.MonkeyPatch) -> Any:
     return hold
 
 
-def test_late_thread_of_an_older_view_leaves_the_communicator_to_the_newer_one(held_up):
+def test_late_thread_of_an_older_view_leaves_the_communicator_to_the_newer_one(held_up, monkeypatch):
     """Rank 1 is held up in the first change, the second comes meanwhile, and the third finds what it revokes."""
-    came = held_up(1, 2.0)
+    came, begin, made = held_up(1, 2.0), Nccl.__init__, list[int]()
+    monkeypatch.setattr(Nccl, "__init__", lambda own, *given: (begin(own, *given), made.append(number()))[0])
     faults = [Kill(3, at_s=0.21, back_s=4.5), Kill(2, at_s=1.5)]
     run = run_world(lambda rank: loop(rank, 160), ranks=4, faults=faults, backend=NCCL)
     assert len(came) == 1
     changes = [note["at"] for note in run.notes[1] if "generation" in note]
     assert changes[0] < came[0] < changes[1]
+    assert made.count(1) == 1  # all views of rank 1 have the same
+    assert run.results[0] == run.results[1] == run.results[3]
+    check_nothing_of_survivors_is_lost(run, {0, 1})
+
+
+def test_late_thread_that_has_formed_an_older_view_does_not_take_the_place_of_the_newer_one(monkeypatch):
+    """Rank 1 hears late that its barrier of the first change is over; the third one revokes what the second formed."""
+    begin, abort, barrier = Nccl.__init__, Nccl.abort, Nccl.barrier
+    made, aborted, held, came = list[Nccl](), list[Nccl](), list[float](), list[float]()
+
+    def notes(call: Any, of_rank: list[Nccl]) -> Any:
+        return lambda own, *given: (of_rank.extend([own] * (number() == 1)), call(own, *given))[1]
+
+    monkeypatch.setattr(Nccl, "__init__", notes(begin, made))
+    monkeypatch.setattr(Nccl, "abort", notes(abort, aborted))
+
+    def comes_late(own: Nccl, *given: Any) -> Any:
+        work = barrier(own, *given)
+        if number() == 1 and own.world.now > 0.5 and not held:
+            held.append(own.world.now)
+            until(work.is_completed, every_s=0.01)
+            world.sleep(2.0)
+            came.append(own.world.now)
+        return work
+
+    monkeypatch.setattr(Nccl, "barrier", comes_late)
+    faults = [Kill(3, at_s=0.21, back_s=4.5), Kill(2, at_s=1.5)]
+    run = run_world(lambda rank: loop(rank, 160), ranks=4, faults=faults, backend=NCCL)
+    changes = [note["at"] for note in run.notes[1] if "generation" in note]
+    assert held[0] < changes[0] < came[0] < changes[1]
+    assert aborted == made
+    assert len(made) == 2
     assert run.results[0] == run.results[1] == run.results[3]
     check_nothing_of_survivors_is_lost(run, {0, 1})
 
