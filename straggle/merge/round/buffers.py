@@ -48,10 +48,6 @@ class Share:
     present: bool
 
 
-FULL = Share(1.0, True)
-NOTHING = Share(0.0, False)
-
-
 def keep_freed_memory() -> None:
     """Let glibc's allocator keep up to 50 MB of what is freed, as it does under DDP.
 

@@ -9,13 +9,14 @@ from telemetry_rows import row_of
 from torch import nn
 
 from straggle.backward.stages import plan_stages
-from straggle.merge.round.buffers import NOTHING, Share, StageBuffers
+from straggle.merge.round.buffers import Share, StageBuffers
 from straggle.merge.round.queued_buffers import QueuedBuffers
 from straggle.merge.rows.telemetry import COLUMN
 from straggle.merge.wire.groups import ProcessGroups
 from straggle.source.replicated import slots_of
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+NOTHING = Share(0.0, False)
 
 
 ROW = {"computed": 1.0, "estimated": 0.0}
