@@ -48,6 +48,10 @@ class Replicas:
         """What several rows are of."""
         return f"{self.row}s"
 
+    def from_to(self, first: int, last: int) -> str:
+        """As in "ranks 4 to 7", or "rank 4"."""
+        return f"{self.row} {first}" if first == last else f"{self.rows} {first} to {last}"
+
     def who(self, number: int) -> str:
         """As in "rank 1"; behind a replica is the rank that made it late, or that it waited for."""
         return f"{self.row} {number}{self._why(number)}"

@@ -203,8 +203,7 @@ def _path(bar: Bar) -> str:
 
 
 def _words(run: Run, row: slice, of_row: Array) -> str:
-    noun = run.replicas.row
-    who = f"{noun} {row.start}" if row.stop - row.start == 1 else f"{noun}s {row.start} to {row.stop - 1}"
+    who = run.replicas.from_to(row.start, row.stop - 1)
     seconds = np.nansum(of_row, axis=(1, 2))
     if not (total := seconds.sum()):
         return who

@@ -67,9 +67,7 @@ def _missing(of_rank: Array) -> float:
 def _cell_words(run: Run, row: slice, column: slice) -> str:
     """Which ranks in which steps."""
     steps = run.step[column]
-    last_rank = min(row.stop, run.num_ranks) - 1
-    noun = run.replicas.row
-    where = f"{noun} {row.start}" if last_rank == row.start else f"{noun}s {row.start} to {last_rank}"
+    where = run.replicas.from_to(row.start, min(row.stop, run.num_ranks) - 1)
     when = f"step {steps[0]:.0f}" if len(steps) == 1 else f"steps {steps[0]:.0f} to {steps[-1]:.0f}"
     return f"{where}, {when}"
 
