@@ -408,10 +408,8 @@ class Member:
             self._own.merged(step, present, stood_in)
         if leaving := leaving_ranks(table):
             self._leave(step, leaving, complete=self.notes_of(current).complete)
-        elif self._lets_in.admits_after(
-            step
-        ):  # whoever else holds: without this rank nothing of the next step is merged
-            self._hold(step)
+        elif self._lets_in.admits_after(step):
+            self._hold(step)  # whoever else holds: without this rank nothing of the next step is merged
         elif admits(table) and self._lets_in.is_open(step) and not self.notes_of(current).complete:
             leads = membership.inside.size == 1 and admits_of(table, place)
             if leads:
@@ -490,9 +488,7 @@ class Member:
         return len(self._rank.ring) - int(self._rank.training.taking) >= max_lag
 
     def _end_healing_if_caught_up(self) -> None:
-        """End healing when the rank has taken the steps merged meanwhile; until then it gives nothing and no rank
-        waits.
-        """
+        """End healing if it has taken the steps merged meanwhile; until then it gives nothing and nobody waits."""
         if self._backlog.is_caught_up(self._rank.training.step, self._rank.merging.step, self._rank.lag):
             self._end_healing()
 

@@ -135,9 +135,8 @@ class HostReads(TorchDispatchMode):
             result = function(*args, **kwargs)
             if isinstance(kwargs.get("device"), torch.device):
                 self._to_device(result, blocks=function.__name__ in ("tensor", "as_tensor"))
-            elif (
-                function.__name__ == "tensor"
-            ):  # of what Python has; the dispatcher sees a tensor that is there already
+            elif function.__name__ == "tensor":
+                # of what Python has; the dispatcher sees a tensor that is there already
                 self.add([result], on_host=True)
             return result
 

@@ -189,17 +189,18 @@ class ElasticChannel(Channel):
         def meet() -> None:
             try:
                 # gloo's own wait for a missing member cannot be interrupted; this one can
-                if self._come_to(corner, place, size, given_up, limit_s):
-                    if self._communicator is None:
-                        # in parallel: each group asks the store for one rank after the other
-                        control = self.membership.spawn(make, "control")
-                        make("data")
-                        end_of([control])
-                    else:
-                        make("control")
-                        if "control" in made:
-                            # refused if this thread is late, and a newer view has its turn
-                            made["data"] = self._communicator.form(made["control"], size, _NCCL_S, turn)
+                if not self._come_to(corner, place, size, given_up, limit_s):
+                    return
+                if self._communicator is None:
+                    # in parallel: each group asks the store for one rank after the other
+                    control = self.membership.spawn(make, "control")
+                    make("data")
+                    end_of([control])
+                    return
+                make("control")
+                if "control" in made:
+                    # refused if this thread is late, and a newer view has its turn
+                    made["data"] = self._communicator.form(made["control"], size, _NCCL_S, turn)
             except (RuntimeError, OSError) as error:
                 self._note_unformed(view, error)
             finally:
