@@ -233,7 +233,7 @@ def _steps(job: StagedJob, steps: int) -> Iterator[StepReport]:
 
 def _is_lowest(job: StagedJob, ranks: Ranks) -> bool:
     """Whether this member saves what all have; the ranks of a replica may learn of a change in different steps."""
-    return any(ranks.gather(job.report.lowest_rank == job.model.rank))
+    return any(ranks.gather(job.model.is_lowest))
 
 
 def _save(checkpoint: Checkpoint, job: StagedJob) -> bool:

@@ -52,3 +52,26 @@ def test_main_process_of_each_step_has_made_it_itself_though_a_rank_comes_back_l
         assert ranks[0] in notes, step
         assert notes[ranks[0]]["there"] == list(ranks), step
         assert not notes[ranks[0]]["absent"], step
+
+
+def test_one_member_is_the_lowest_in_each_step_and_the_next_one_when_it_is_gone() -> None:
+    def loop(rank: Any) -> None:
+        layer = torch.nn.Linear(2, 2)
+        layer.weight.register_hook(lambda gradient: rank.work(0.02) or gradient)
+        model = StagedDataParallel(layer, members=Elastic(1, suspect_s=0.5))
+        rank.note(step=-1, lowest=model.is_lowest)
+        for _ in range(20):
+            with model.step():
+                model(torch.ones(1, 2)).sum().backward()
+            assert model.last_report is not None
+            rank.note(step=model.last_report.step, lowest=model.is_lowest)
+        model.close()
+
+    done = run_world(loop, ranks=3, seed=1, faults=[Kill(0, 0.3)])
+    lowest = [
+        [rank for rank, own in done.notes.items() for note in own if note["step"] == step and note["lowest"]]
+        for step in range(-1, 20)
+    ]
+    num_first = lowest.index([1])
+    assert 5 < num_first < 20
+    assert lowest == [[0]] * num_first + [[1]] * (21 - num_first)
