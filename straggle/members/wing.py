@@ -19,6 +19,7 @@ from straggle.members.regrouped.regrouping import MembershipEvents, Regrouping
 from straggle.members.rows import ADMITS, LEAVES, PROBE_NUMBER, PROBE_S, PROBED
 from straggle.members.slow.probe import Probes
 from straggle.members.slow.put_out import PutOut
+from straggle.members.views.membership import JobDone
 from straggle.merge.round.coordinator import Coordinator
 from straggle.merge.round.rank_parts import RankParts
 from straggle.merge.round.round import Round
@@ -52,6 +53,7 @@ class Members(Wing):
         self.completion = MembersCompletion(rank, self.member)
         self.departure = self.member.notice
         self.comes_late = channel.comes_late
+        self._heard_at_entry = False  # of an error that has ended the job for this rank
         self.own: InFlight | None = None
         self._group: LoopGroup | None = None
         self._probes = Probes(rank.stopwatch.now, self._tell_probe)
@@ -145,7 +147,16 @@ class Members(Wing):
             self.regrouping.start()
 
     def enter(self) -> None:
-        """Give this rank's state to a newcomer, or wait for another rank's state."""
+        """Give this rank's state to a newcomer, or wait for another rank's state.
+
+        A loop that caught what ended the job for this rank hears it once more, and is ended in the step after that: it
+        would go through its data without a gradient, and its process would end as if it had done its work.
+        """
+        end = self._rank.stand_in.error
+        if end is not None and self._heard_at_entry and not isinstance(end, JobDone):
+            why = "the loop has caught this and goes on, and none of its steps is merged: it is ended"
+            raise SystemExit(f"{end}; {why}")
+        self._heard_at_entry = end is not None
         self._rank.stand_in.know(False)
         if self.comes_late:
             self._come_late()

@@ -175,6 +175,31 @@ def test_too_few_ranks_are_an_error_that_names_those_that_left():
     assert "Elastic.min_ranks" in error.message
 
 
+def train_whatever_is_raised(rank, board):
+    """A loop that catches each error of a step and takes the next batch; it ends when its data does."""
+    heard = []
+    with staged(plain(), members=Elastic(suspect_s=0.5)) as model:
+        for step in range(1000):
+            try:
+                with model.step():
+                    if (rank, step) == (1, 5):
+                        die()
+                    model(torch.full((2, 4), rank + 1.0)).square().mean().backward()
+            except Exception as error:
+                heard.append(type(error).__name__)
+                assert len(heard) < 10, heard
+            board.note(rank, step + 1)
+
+
+def test_loop_that_catches_what_ended_the_job_is_ended_and_does_not_go_through_its_data():
+    with run_job(2, train_whatever_is_raised) as job:
+        error = job.result(0)
+    assert isinstance(error, Raised)
+    assert error.kind == "SystemExit", error
+    assert "1 of 2 ranks are left" in error.message
+    assert error.message.endswith("the loop has caught this and goes on, and none of its steps is merged: it is ended")
+
+
 def test_leader_that_dies_while_it_gives_its_state_is_replaced():
     with run_job(4, train, Loop(plain, ballast=BALLAST, elastic=Elastic(min_ranks=2, suspect_s=1.0))) as job:
         job.walk(6)
