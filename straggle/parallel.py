@@ -255,6 +255,9 @@ class StagedDataParallel(nn.Module):
         step to begin with: 0 or, if this process was restarted in a running job (`Elastic`), the step that the others
         are in. In that case it waits for their state and loads it into all objects. Raises ``TypeError`` for an object
         without ``state_dict``, ``ValueError`` if the members do not let this rank in.
+
+        Of two models in a loop each has a number of its own, and needs a deadline: while this rank waits for the
+        second's state, its peers wait for it in the first.
         """
         self._before_first_step("register_state")
         begin_scalers(objects.values(), self._source.slots[0].device)
