@@ -152,7 +152,7 @@ class AutoDeadline(Deadline):
         self.chosen: Choice | None = None
         self._chosen_at = -1, True
         self._changed = ChangedTimes()
-        self._last = 0, b""  # the last step's number, and the ranks' times in it
+        self._last = 0, torch.empty(0)  # the last step's number, and the ranks' times in it
         self._late_handling = LateHandling()
         self._parts: Sequence[int] = ()
 
@@ -176,10 +176,10 @@ class AutoDeadline(Deadline):
 
     def _goes_on(self, history: History) -> bool:
         """Whether this is the last history with more steps; not that of a peer, for a rank that was out."""
-        (number, times), compute_s = self._last, history.compute_s
+        (number, times), compute_s = self._last, history.compute_s.nan_to_num(-1.0)  # a NaN is not equal to itself
         steps = history.num_steps - number
-        self._last = history.num_steps, compute_s[-1:].numpy().tobytes()
-        return 0 <= steps < len(compute_s) and compute_s[len(compute_s) - 1 - steps].numpy().tobytes() == times
+        self._last = history.num_steps, compute_s[-1:]
+        return 0 <= steps < len(compute_s) and torch.equal(compute_s[len(compute_s) - 1 - steps][None], times)
 
     def _begun(self, history: History, progress: Progress) -> tuple[int, int]:
         """How many steps ago was the first choice from the steps that tell of those to come, and how many are these."""

@@ -96,6 +96,15 @@ def test_core_names_no_wing(module: str) -> None:
     assert [line for line in lines if (words_of(line) & WINGS) - told] == []
 
 
+WITH_EXTRAS = ("observe", "advise", "lab", "commands")  # the only packages that may need more than torch
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if not {*module.split(".")} & {*WITH_EXTRAS}])
+def test_library_needs_no_numpy(module: str) -> None:
+    # nor what torch passes on to it, which is an error where it is not installed
+    assert re.findall(r"import numpy|\.numpy\(|from_numpy", MODULES[module].read_text()) == []
+
+
 def test_nothing_is_imported_in_a_circle() -> None:
     left = {module: set(imports_of(module)) - {module} for module in MODULES}
     while free := [module for module, others in left.items() if not others & left.keys()]:
