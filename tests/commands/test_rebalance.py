@@ -9,7 +9,7 @@ from ranks import run_command
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", [["batch_size=24"], ["batch_size=4", "num_microbatches=4"]])
+@pytest.mark.parametrize("keys", [["batch_size=256"], ["batch_size=4", "num_microbatches=4"]])
 def test_train_deals_out_by_speed_resumes_and_is_replayed(keys, tmp_path):
     def train(*more):
         light = ("workload=digits", "workload.depth=3", "report=false", "metrics=none")
