@@ -5,7 +5,7 @@
 | what another thread of this process says, under a lock | `world.Condition`, notified by whoever says it |
 | what nobody says: a key in the store, a peer's sign, a thread's end | `until`, which looks now and then |
 | the next turn of a thread that acts now and then | the event that ends or wakes it: ``closing.wait(every_s)`` |
-| threads that end | `end_of`, for a while |
+| threads that end | `end_of`, for a while; `end_before_exit`, if they may be in a request |
 | collectives | `is_over` and its like in `merge/wire/groups.py`, and the channel's ``wait`` |
 | the next request, or its answer | the queue and the futures of `merge/wire/store.py` |
 """
@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from straggle import world
+
+_AT_EXIT_S = 20.0  # for a thread in the longest of requests that have a limit, in which a group is formed
 
 Found = TypeVar("Found")
 
@@ -68,3 +71,25 @@ def end_of(threads: Iterable[world.Thread], limit_s: float = math.inf) -> bool:
     for thread in others:
         thread.join(None if ends_at == math.inf else max(0.0, ends_at - world.monotonic()))
     return not any(thread.is_alive() for thread in others)
+
+
+_told_to_end: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # and were not seen to
+
+
+def end_before_exit(threads: Iterable[world.Thread], limit_s: float) -> bool:
+    """`end_of` threads that were told to end; those that have not by then are waited for when this process ends.
+
+    A thread that comes back from torch's C++, as from a request to a store, while Python ends would abort the process:
+    Python unwinds it, and C++ calls that an error. A launcher would take that for a failed worker, and end them all.
+    """
+    if not (ended := end_of(told := list(threads), limit_s)):
+        _told_to_end.update(thread for thread in told if type(thread) is threading.Thread)  # no simulated rank's
+    return ended
+
+
+def _end_of_told() -> None:
+    end_of(list(_told_to_end), _AT_EXIT_S)
+
+
+# made before those of all models, which run before it: the last one made is the first to run
+_at_exit = weakref.finalize(end_before_exit, _end_of_told)

@@ -1,4 +1,4 @@
-"""How a process ends in which a collective of gloo is still on its way."""
+"""How a process ends in which a collective of gloo, or a request to the store, is still on its way."""
 
 import subprocess
 import sys
@@ -23,6 +23,36 @@ if sys.argv[2] == "dropped":
     group.drop()
 print("ends", flush=True)
 """
+
+# the answer comes after `close` has waited for it, and while what is left of the interpreter is freed
+ASKS = """
+import sys
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from straggle.merge.wire.store import ANSWER_S, JobStore
+
+server = dist.TCPStore("127.0.0.1", int(sys.argv[1]))
+store = JobStore(server.clone, "the store", who="rank 0", without="nothing", watched=(), look_s=60.0)
+asked = store.begin(lambda connected: connected.wait(["never"], timedelta(seconds=ANSWER_S + 1.0)))
+
+class Slow:
+    def __del__(self, sleep=time.sleep, seconds=1.5):
+        sleep(seconds)
+
+slow = sys.modules["slow"] = Slow()
+time.sleep(0.2)
+store.close()
+print("ends", flush=True)
+"""
+
+
+def test_process_ends_though_a_request_is_answered_only_when_it_ends():
+    server = serve_store()
+    done = subprocess.run([sys.executable, "-c", ASKS, str(server.port)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "ends\n"), done.stderr
 
 
 @pytest.mark.parametrize("how", ["dropped", "in use"])

@@ -21,7 +21,7 @@ from straggle.members.views.view_chain import Hold
 from straggle.merge.wire.channel import GroupsChanged, PeerFailed
 from straggle.merge.wire.store import StoreUnreachable
 from straggle.report import MembersReport
-from straggle.waits import end_of, until
+from straggle.waits import end_before_exit, until
 
 _LOOK_S = 0.2  # between two checks for something to do
 _ASKED_LOOK_S = 0.02  # the same for a rank that asks to be let in: once it is, the members wait for it
@@ -89,7 +89,8 @@ class Regrouping:
         """End the thread."""
         self._closing.set()  # first: what the channel raises from now on is no reason to end the job
         self._channel.close_soon()
-        end_of([self._thread], _END_S)  # unless a hook holds the model's last reference: this thread itself closes it
+        # unless a hook holds the model's last reference: this thread itself closes it
+        end_before_exit([self._thread], _END_S)
 
     def ask(self) -> None:
         """Ask to be let in."""

@@ -30,7 +30,7 @@ from straggle.merge.wire.arrivals import LongArrival
 from straggle.merge.wire.channel import PeerFailed
 from straggle.merge.wire.launcher_words import down
 from straggle.merge.wire.store import ANSWER_S, peek
-from straggle.waits import NowAndThen, end_of, until
+from straggle.waits import NowAndThen, end_before_exit, end_of, until
 
 _DOWN_LOOK_S = 0.5  # between two questions whether ranks that are missing may come
 _LINGER_S = 2.0
@@ -420,8 +420,7 @@ class Membership:
         """End the threads."""
         self.is_closed = True  # first: threads that wait for a peer see it and end
         self.detector.stop()
-        # a thread that returns from a store request while Python ends would end the process with an error
-        end_of((*self.detector.threads, *self._heartbeat.threads, *self._threads), _END_S)
+        end_before_exit((*self.detector.threads, *self._heartbeat.threads, *self._threads), _END_S)
 
     @property
     def _own(self) -> str:

@@ -32,7 +32,7 @@ from straggle.merge.late.lateness import (
 from straggle.merge.late.sides import MergeSide, TrainingSide
 from straggle.merge.round.round import Round
 from straggle.merge.wire.channel import Channel, PeerFailed
-from straggle.waits import end_of
+from straggle.waits import end_before_exit
 
 if TYPE_CHECKING:
     from straggle.backward.device_clock import DeviceClock
@@ -124,7 +124,7 @@ class StandIn:
             self._wakes.notify()
         # without the lock, which the thread takes once more before it ends
         if self._thread is not None:
-            end_of([self._thread], _END_S)
+            end_before_exit([self._thread], _END_S)
 
     # -- what happens to this rank
 
