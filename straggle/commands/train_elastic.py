@@ -64,9 +64,10 @@ def train_elastic(config: DictConfig, *, resumes: Callable[..., bool]) -> None:
     run_dir = Path(config.run_dir)
     with _started(config) as (device, replica), StopSignal() as stop, ExitStack() as held:
         told = connect_all(default_store(), "straggle/train")
-        if told.check(["over"]):
-            sys.stdout.write("the run is over: there is nothing left to do for this rank\n")
-            exit_at_once()
+        if (status := _status_if_over(told)) is not None:
+            left = "there is nothing left to do for this rank" if status == 0 else "ranks were told to end"
+            sys.stdout.write(f"the run is over: {left}\n")
+            exit_at_once(status)
         job = StagedJob(config, instantiate(config.workload), device, stop, replica)
         limit_s = config.late_handling.give_up_s
         group = None if replica is None else _group_to_agree(replica, limit_s)
@@ -108,8 +109,10 @@ def _status_after(
             if checkpoint.ranks.leads:  # which may be any rank
                 sys.stderr.write(f"{error}\n")
             return DO_NOT_RESTART  # a rank that was started again would find that the run is over
-        case TooFewRanks() if told.check(["over"]):  # the others are done, and have left
-            return 0
+        case TooFewRanks() if (status := _status_if_over(told)) is not None:  # the others have left
+            if status:
+                sys.stderr.write(f"{error}\n")
+            return status
         case TooFewRanks():
             return _give_up(job, checkpoint, error, error.ranks)
         case PeerFailed() if stop.peers_go_on:  # another rank of the replica has left a step earlier
@@ -120,6 +123,13 @@ def _status_after(
             return 1
         case _:  # the store is lost
             return _give_up(job, checkpoint, error, job.model.member_ranks)
+
+
+def _status_if_over(told: Any) -> int | None:
+    """The status of a rank that has missed the end of the run: 0 if all steps are made; ``None``: it is not over."""
+    if not told.check(["over"]):
+        return None
+    return DO_NOT_RESTART if told.check(["stopped"]) else 0
 
 
 @contextmanager
@@ -255,12 +265,15 @@ def _loop_ended(job: StagedJob, config: DictConfig, checkpoint: Checkpoint, told
         if job.model.job_rank == 0:
             finish(job, Path(config.run_dir), (), {}, ())
         return None
+    is_early = job.report.step + 1 < config.steps
     if stop.peers_go_on:
         _say_left(job)
     else:
+        if is_early:
+            told.set("stopped", "")  # before it is over: who missed the end reads both
         told.set("over", "")
         _end(job, config, checkpoint, told)
-    return _end_early(job, stop) if job.report.step + 1 < config.steps else None
+    return _end_early(job, stop) if is_early else None
 
 
 def _end(job: StagedJob, config: DictConfig, checkpoint: Checkpoint, told: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Any, final
 from straggle.members import agents
 from straggle.members.rows import is_last, leaving_ranks
 from straggle.members.views.membership import Membership
+from straggle.members.views.view import ENDED_EARLY, NOTICE, Leaving
 from straggle.merge.rows.table import Table
 from straggle.merge.wing import Departure
 
@@ -49,6 +50,13 @@ class Notice(Departure):
         """
         of_replica = self._agreed_after is not None and self._ends_after is None
         return self.has_left or of_replica or (self.asked and self._is_out())
+
+    @property
+    def why_it_ends(self) -> Leaving | None:
+        """Why this rank's loop ends, if that is because of a notice."""
+        if self.peers_go_on:
+            return NOTICE
+        return None if self._ends_after is None else ENDED_EARLY
 
     def ends_after(self, step: int) -> bool:
         """Whether this rank's loop ends after this step."""

@@ -252,7 +252,7 @@ class Members(Wing):
             self.own.close()
         if self._group is not None:
             give_back(self._group)
-        if self.member.notice.peers_go_on:
-            self.channel.membership.ends_as_told()
+        if (why := self.member.notice.why_it_ends) is not None:
+            self.channel.membership.ends_as_told(why)
         self.regrouping.close()
         self.member.close()

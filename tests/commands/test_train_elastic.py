@@ -195,6 +195,27 @@ def test_rank_that_is_out_when_the_others_end_says_so_and_ends_without_an_error(
     assert len(json.loads((tmp_path / "run" / "summary.json").read_text())["parameters_sha256"]) == 1
 
 
+@pytest.mark.slow
+def test_rank_that_is_out_when_the_only_member_is_told_to_end_says_that_steps_are_left(tmp_path: Path) -> None:
+    few = (*KEYS, *TINY, "faults=none", "members.min_ranks=1", "steps=100000", "run_dir=run")
+    launch = ("--nproc-per-node", 2, "--run-dir", "run", "-m", "straggle", "train", *few)
+    with loaded_launch(*launch, folder=tmp_path) as job:
+        wait_for_steps(tmp_path, 5, job)
+        first, out = (int((tmp_path / "run" / "pids" / f"rank{rank}").read_text()) for rank in range(2))
+        os.kill(out, signal.SIGSTOP)
+        while not steps_of(tmp_path)[-1].absent_ranks:
+            time.sleep(0.02)
+        os.kill(first, signal.SIGTERM)
+        while Path(f"/proc/{first}").exists():
+            time.sleep(0.02)
+        os.kill(out, signal.SIGCONT)
+        status, printed = ended(job)
+    assert status == DO_NOT_RESTART, printed
+    assert "ranks [0] have ended their loops early, as ranks were told to end" in printed
+    assert "Traceback" not in printed
+    assert saved_step(tmp_path / "run") == len(steps_of(tmp_path)) > 0
+
+
 def wait_for_steps(folder: Path, number: int, job: Started) -> None:
     trace, until = folder / "run" / "trace.jsonl", time.monotonic() + 200  # to start, however busy the machine is
     while not trace.exists() or trace.read_text().count("\n") < number:

@@ -13,8 +13,11 @@ from ranks import digest, run_forked, staged
 from torch.utils.data import DataLoader, TensorDataset
 from training import Signals, features, mlp
 
-from straggle import DealtLoader, Elastic, Epochs, FixedDeadline, LateHandling
+from straggle import DealtLoader, Elastic, Epochs, FixedDeadline, JobDone, LateHandling, StagedDataParallel
+from straggle.lab.world.faults import Freeze, Notice
+from straggle.lab.world.run import run_world
 from straggle.members import agents
+from straggle.members.views.membership import TooFewRanks
 from straggle.merge.wire.store import default_store
 from straggle.report import StepReport
 from straggle.stop_signal import StopSignal
@@ -150,6 +153,33 @@ def test_of_ranks_that_are_told_one_after_the_other_those_that_cannot_be_spared_
     assert first.step < 64
     assert {own.step > first.step + MORE - 1 for own in others} == {True}
     assert len({(own.step, own.parameters) for own in others}) == 1
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told", "done"])
+def test_rank_that_is_out_while_the_only_member_is_told_to_end_hears_that_the_job_has_ended_early(told):
+    def job(rank):
+        layer = torch.nn.Linear(4, 4)
+        layer.register_forward_hook(lambda *_: rank.work(0.05))
+        model = StagedDataParallel(layer, members=Elastic(min_ranks=1))
+        for _ in range(60):
+            with model.step() as step:
+                if rank.is_told:
+                    step.departure.ask()
+                model(torch.ones(2, 4)).sum().backward()
+            if step.departure.ends_after(model.last_report.step):
+                break
+        model.close()
+        return model.last_report.step
+
+    run = run_world(job, ranks=2, seed=1, faults=[Freeze(1, 0.3, 6.0), *[Notice(0, 3.0)] * told])
+    last, error = run.results
+    if told:
+        assert last < 59
+        assert isinstance(error, TooFewRanks)
+        assert "ranks [0] have ended their loops early, as ranks were told to end" in str(error)
+    else:
+        assert last == 59
+        assert isinstance(error, JobDone)
 
 
 def leave_while_stuck(rank):

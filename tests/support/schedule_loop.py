@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from scales import LAYERS, NUM_LAYERS, TOLERANCE, Expected, Scales, at_random, factor_of, gradients_of
 
-from straggle import MembersChanged, StagedDataParallel, Zero
+from straggle import MembersChanged, StagedDataParallel
 from straggle.lab.world.run import Rank, parameters_of
 
 LAYER_S = 0.005  # forward, and as long backward
@@ -188,11 +188,13 @@ class Loop:
     def _after(self, seen: Seen, before: dict[str, float | None]) -> None:
         rank, report = self.rank, self.model.last_report
         assert report is not None
-        absent, gradients = report.ranks[rank.number].absent, self._merged(before)
+        absent, now = report.ranks[rank.number].absent, gradients_of(self.module)
+        unchanged = {name for name, own in now.items() if own is not None and own == before[name]}
+        gradients = {name: None if name in unchanged else _added(own, before[name]) for name, own in now.items()}
         if not absent:
             is_known = any(own.reach for own in report.ranks) or self.schedule.zero_every == 1
             if report.step == self._next_step and is_known:  # what is kept is seen by the first pass of any rank
-                self.problems += self._expected.problems(report, gradients)
+                self.problems += self._expected.problems(report, gradients, unchanged)
             elif report.step != self._next_step:  # it was away, and has not seen all that was merged
                 self._expected = Expected(self._plan, was_away=True)
             self._expected.note(report, gradients)
@@ -204,17 +206,6 @@ class Loop:
         self._counted.steps += 1
         if not absent:
             self._note(seen, report)
-
-    def _merged(self, before: dict[str, float | None]) -> dict[str, float | None]:
-        """What the step has added to the gradients that were there; no layer's is zero, but with `Zero`."""
-        now, nothing = gradients_of(self.module), 0.0 if isinstance(self._plan.estimator, Zero) else None
-
-        def added(own: float | None, there: float | None) -> float | None:
-            if own is None or there is None:
-                return own
-            return own - there if own != there else nothing
-
-        return {name: added(own, before[name]) for name, own in now.items()}
 
     def _note(self, seen: Seen, report: Any) -> None:
         told = [repr(report.ranks), repr((report.scalars, report.skipped, report.stages, report.pool_parts))]
@@ -230,3 +221,8 @@ class Loop:
             report=report,
             counted=self._counted.steps,
         )
+
+
+def _added(now: float | None, before: float | None) -> float | None:
+    """What a step has added to the gradient that was there."""
+    return now if now is None or before is None else now - before

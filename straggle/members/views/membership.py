@@ -141,12 +141,17 @@ class Membership:
         """Raise `JobDone` if all others have ended their loops and this rank has not.
 
         If no live member could let this rank in, the job is done if some rank has ended its loop; raises `TooFewRanks`
-        if none has.
+        if none has, or if they have ended early.
         """
         view, ended = self.view, sorted(self.view.ended)
         if self.left_for_good:
             return
-        if view.is_done or (self.detector.alone and ended):
+        if (is_over := view.is_done or (self.detector.alone and bool(ended))) and view.ended_early:
+            raise TooFewRanks(
+                f"{self._own}: {self.inside.named(ended)} have ended their loops early, as ranks were told to end and "
+                "too few would have been left: go on from the checkpoint of that step"
+            )
+        if is_over:
             done = JobDone(f"{self._own} comes late: {self.inside.named(ended)} have ended their loops")
             _log.warning("%s: there is nothing left to do for this rank", done)  # as Python prints nothing for it
             raise done
@@ -320,9 +325,9 @@ class Membership:
         """It left with an error, and its loop goes on all the same."""
         self.left_for_good = False
 
-    def ends_as_told(self) -> None:
-        """When its loop is over the others are told that it had a notice."""
-        self._why_it_ends = NOTICE
+    def ends_as_told(self, why: Leaving) -> None:
+        """What the others are told when its loop is over, because of a notice to it or to another rank."""
+        self._why_it_ends = why
 
     def merged(self, step: int) -> None:
         """``step`` is the one to be merged next: the others are told so by signs of life."""

@@ -61,6 +61,8 @@ class Leaving:
 
 
 DONE = Leaving("done", "ended")  # its loop is over
+# its loop is over, and may have more to do
+ENDED_EARLY = Leaving("done", "ended early: without the ranks that were told to end, too few would be left")
 SLOW = ("slow", "link")  # kinds of leaving of a member that is put out, for its work or its link
 NOTICE = Leaving("notice", "was told to end, and handed its place over")
 OF_A_SPARE = "-spare-"  # in the name of a process that has waited to take a place (`straggle launch --spares`)
@@ -158,6 +160,12 @@ class View:
     def is_done(self) -> bool:
         """Whether no member is left because all loops are over."""
         return not self.members and bool(self.ended)
+
+    @property
+    def ended_early(self) -> bool:
+        """Whether ranks have ended their loops because some were told to end."""
+        told = {*self.changes, *self.before}
+        return any(Change.left(rank, ENDED_EARLY) in told for rank in self.ended)
 
     def shortfall(self, least: int, *, with_returning: bool) -> bool:
         """Whether there are fewer members than the job may go on with.

@@ -17,7 +17,7 @@ from torch import nn
 
 import straggle
 from straggle import Elastic, StagedDataParallel, world
-from straggle.lab.world.faults import Cut, Freeze, Kill, Stall, StoreAway
+from straggle.lab.world.faults import Cut, Freeze, Kill, Notice, Stall, StoreAway
 from straggle.lab.world.run import Broken, parameters_of, run_world
 from straggle.merge.late.sides import MergeSide
 
@@ -422,6 +422,20 @@ FOUND: list[Schedule] = [
         slow=(1.0, 4.0, 4.0),
         suspect_s=0.5,
         faults=(Kill(0, 0.37981811481550787, 0.3, turns=52),),
+    ),
+    # what the last member had on its way was lost in a step whose gradients are kept over several: none or zeros, alike
+    Schedule(1, 2, 8, True, "None", estimator="Zero", zero_every=3, faults=(Kill(0, 0.3, 2.0),)),
+    Schedule(2, 2, 8, True, "None", estimator="Zero", zero_every=3, faults=(Kill(0, 0.3, 2.0),)),
+    # the only member was told to end: ranks that were out heard that the job had done all its work
+    Schedule(
+        3622,
+        3,
+        25,
+        True,
+        "0.12",
+        slow=(4.0, 4.0, 1.0),
+        away=((2, 2, 20.0),),
+        faults=(Freeze(0, 1.2, 5.0), Notice(1, 0.7)),
     ),
 ]
 
