@@ -171,7 +171,7 @@ def build(
             "after init_replica() the process group has the ranks of one replica, and each replica would train by "
             "itself: write members=Elastic() in StagedDataParallel(...)"
         )
-    wrapped = options.wrapped(module, wrapper)
+    wrapped = options.wrapped(module, wrapper, columns)
     if mesh is not None or options.sharded:
         source, channel, replica = _meet_replica(module, wrapped, options, mesh, members)
     else:

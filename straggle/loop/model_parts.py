@@ -29,6 +29,7 @@ from straggle.policies.deadline import Deadline, LateHandling
 from straggle.policies.estimators import Estimator, FillIn
 from straggle.report import StuckReport
 from straggle.source.source import Attached, GradientSource, named_tensors
+from straggle.version import __version__
 
 Hook = TypeVar("Hook")
 
@@ -71,7 +72,7 @@ class Options:
     own_group: bool
     sharded: bool = False
 
-    def wrapped(self, module: nn.Module, wrapper: type[nn.Module]) -> Wrapped:
+    def wrapped(self, module: nn.Module, wrapper: type[nn.Module], columns: Columns) -> Wrapped:
         """What is compared with the other ranks; a refusal too, which the others would wait for otherwise."""
         try:
             check_unwrapped(module, wrapper, OpenStep)
@@ -79,7 +80,8 @@ class Options:
         except ValueError as refusal:
             return Wrapped(str(refusal))
         names = ("stages", "deadline", "estimator", "late_handling", "merge")
-        return Wrapped.of(module, {**{name: getattr(self, name) for name in names}, **self.of_wings})
+        build = {"straggle": f"{__version__} with rows of {columns}"}
+        return Wrapped.of(module, {**build, **{name: getattr(self, name) for name in names}, **self.of_wings})
 
 
 @dataclass(frozen=True)

@@ -95,9 +95,10 @@ def check_alike(mine: Wrapped, channel: Channel) -> None:
             for own, other in zip_longest(ours, others, fillvalue="nothing"):
                 if own != other:
                     raise ValueError(f"the model differs between ranks: rank 0 has {own} where rank {rank} has {other}")
-        for name, option in first.options.items():
-            if theirs.options[name] != option:
-                own, other = difference(option, theirs.options[name])
+        for name in {**first.options, **theirs.options}:
+            option, their_option = (each.options.get(name, "nothing") for each in (first, theirs))
+            if their_option != option:
+                own, other = difference(option, their_option)
                 raise ValueError(
                     f"{name} differs between ranks: rank {rank} has {other} where rank 0 has {own}; "
                     "give the same to all"

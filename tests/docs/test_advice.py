@@ -300,6 +300,7 @@ NOT_HERE = {
     "a module uses a CUDA device as it is loaded, which no fork can: leave it to the workers": "a CUDA device",
     "needs Linux: leave it out": "another system",
     "nobody has the job's state; begin from a checkpoint": "all members are gone",
+    "too few would have been left: go on from the checkpoint of that step": "all members are gone",
     "StagedTrainer takes the place of DDP, and this job is of kind {}: use Trainer": "DeepSpeed or FSDP",
     "StagedAccelerator takes the place of DDP, and this job is of kind {}: use Accelerator": "DeepSpeed or FSDP",
 }

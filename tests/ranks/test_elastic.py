@@ -43,6 +43,7 @@ from straggle import (
     MovingAverage,
     StagedDataParallel,
     WaitForAll,
+    building,
     world,
 )
 from straggle.backward.stages import plan_stages
@@ -61,6 +62,7 @@ from straggle.merge.late.sides import Entry
 from straggle.merge.round.buffers import StageBuffers
 from straggle.merge.round.coordinator import Coordinator
 from straggle.merge.round.rank_parts import RankParts
+from straggle.merge.rows.telemetry import Column, Columns
 from straggle.merge.wing import Wings
 from straggle.merge.wire.groups import GlooGroup, let_go
 from straggle.merge.wire.store import default_store
@@ -496,11 +498,14 @@ def test_newcomer_with_another_model_torch_or_other_options_is_refused_and_the_j
         job.walk(6)
         job.kill(2)
         job.walk(6, [0, 1])
-        others = {"17": Loop(wider), "deadline": Loop(plain, deadline_s=1.0), "has 2.0.1": Loop(plain)}
+        others = {"17": Loop(wider), "deadline": Loop(plain, deadline_s=1.0)}
+        others |= {"has 2.0.1": Loop(plain), "the version of straggle is not": Loop(plain)}
         for named, other in others.items():
             with monkeypatch.context() as patch:
                 if named == "has 2.0.1":  # the members' was read when they wrapped their model
                     patch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.0.1+cpu"))
+                elif named.startswith("the version"):  # another build of it
+                    patch.setattr(building, "_columns", lambda: Columns([Column("of_another_build")]))
                 job.start(2, other)
                 error = job.result(2)
             assert (error.kind, named in error.message) == ("Refused", True), error

@@ -1,6 +1,8 @@
 """What is refused when a model is wrapped: DDP's words, a model that is wrapped already, ranks that are not alike."""
 
 import inspect
+import re
+import threading
 
 import pytest
 import torch
@@ -24,9 +26,11 @@ from straggle import (
     OptimizerMomentum,
     QuantileDeadline,
     StagedDataParallel,
+    building,
 )
 from straggle.merge.alike import describe, difference
 from straggle.merge.checks import INSTEAD
+from straggle.merge.rows.telemetry import Column, Columns
 from straggle.replay.wing import Recording
 
 WITHIN_S = 30.0
@@ -187,6 +191,25 @@ def test_option_that_differs_between_ranks_is_refused_by_name_on_all_of_them(fir
     for end in run_ranks(wrap_with, 3, [first, second, first], {}, outcomes=True, timeout_s=WITHIN_S):
         assert end.kind == "ValueError"
         assert words in end.message
+
+
+OF_THREAD = threading.local()
+
+
+def wrap_with_another_build(rank, members):
+    OF_THREAD.more = [Column("of_another_build")] * rank
+    with staged(mlp(), members=members):
+        pass
+
+
+@pytest.mark.parametrize("members", [None, straggle.Elastic()], ids=["all", "members"])
+def test_build_whose_rows_have_other_numbers_is_refused_on_all_ranks(members, monkeypatch):
+    own = building._columns().of_wings
+    monkeypatch.setattr(building, "_columns", lambda: Columns((*own, *OF_THREAD.more)))
+    told = r"straggle differs between ranks: rank 1 has \S+ with rows of \d+ numbers \(\w{8}\)"
+    for end in run_ranks(wrap_with_another_build, 2, members, outcomes=True, timeout_s=WITHIN_S):
+        assert end.kind == "ValueError"
+        assert re.search(told, end.message)
 
 
 @pytest.mark.parametrize(

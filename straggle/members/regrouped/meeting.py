@@ -30,7 +30,8 @@ def meet_members(
     that are a member together with this one. ``kind``: the type of device that the parameters are on.
     """
     channel = ElasticChannel(elastic, give_up_s=give_up_s, of_replica=of_replica, kind=kind)
-    versions = {"straggle": __version__, "torch": torch.__version__.partition("+")[0]}  # of a state that is given
+    build = wrapped.options.get("straggle", __version__)
+    versions = {"straggle": build, "torch": torch.__version__.partition("+")[0]}  # of a state that is given
     in_common = {**asdict(wrapped), **versions}
     channel.membership.joins.describe(json.dumps(in_common, sort_keys=True))
     try:

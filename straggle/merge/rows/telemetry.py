@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import zlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -250,6 +251,14 @@ class Columns:
         self.place = {**COLUMN}
         for column in self.of_wings:
             self.place[column.name] = len(self.place)
+
+    def __str__(self) -> str:
+        """How many numbers a row has beside those of stages, and a check sum of what they are.
+
+        Two builds of one version may differ in it, and would misread each other's rows.
+        """
+        names = [*self.place, _PER_STAGE, MICROBATCH_SLOTS, MAX_SCALARS]
+        return f"{self.row_length(0)} numbers ({zlib.crc32(repr(names).encode()):08x})"
 
     def of_stages(self, num_stages: int) -> StageColumns:
         """Those of rows with so many stages."""
