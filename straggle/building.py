@@ -163,7 +163,7 @@ def build(
     from straggle.replay.wing import Replay
     from straggle.stuck.wing import StuckWatch
 
-    columns = _columns()
+    columns = all_columns()
     if members is not None and options.own_group:
         raise ValueError("members=Elastic() is for all ranks of the job: leave process_group out")
     if members is None and is_part_of_job():
@@ -199,7 +199,7 @@ def build(
     return built
 
 
-def _columns() -> Columns:
+def all_columns() -> Columns:
     """Where rows have their numbers: those of the wings, too.
 
     Also of those that this model has not: rows go with the last bucket, whose length decides in which order gloo adds.

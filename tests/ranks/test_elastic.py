@@ -505,7 +505,7 @@ def test_newcomer_with_another_model_torch_or_other_options_is_refused_and_the_j
                 if named == "has 2.0.1":  # the members' was read when they wrapped their model
                     patch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.0.1+cpu"))
                 elif named.startswith("the version"):  # another build of it
-                    patch.setattr(building, "_columns", lambda: Columns([Column("of_another_build")]))
+                    patch.setattr(building, "all_columns", lambda: Columns([Column("of_another_build")]))
                 job.start(2, other)
                 error = job.result(2)
             assert (error.kind, named in error.message) == ("Refused", True), error

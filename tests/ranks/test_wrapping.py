@@ -204,8 +204,8 @@ def wrap_with_another_build(rank, members):
 
 @pytest.mark.parametrize("members", [None, straggle.Elastic()], ids=["all", "members"])
 def test_build_whose_rows_have_other_numbers_is_refused_on_all_ranks(members, monkeypatch):
-    own = building._columns().of_wings
-    monkeypatch.setattr(building, "_columns", lambda: Columns((*own, *OF_THREAD.more)))
+    own = building.all_columns().of_wings
+    monkeypatch.setattr(building, "all_columns", lambda: Columns((*own, *OF_THREAD.more)))
     told = r"straggle differs between ranks: rank 1 has \S+ with rows of \d+ numbers \(\w{8}\)"
     for end in run_ranks(wrap_with_another_build, 2, members, outcomes=True, timeout_s=WITHIN_S):
         assert end.kind == "ValueError"
