@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_jobs import launched, left
+from launch_jobs import left, script
+from loaded import launch_with
 
 pytest.importorskip("torchmetrics")
 
@@ -126,7 +127,8 @@ def expected(kind: str, ranks: list[int], rank: int) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are forked by a server that only Linux allows")
 def test_collectives_of_each_kind_go_on_without_a_rank_that_is_killed(tmp_path: Path) -> None:
-    with launched(tmp_path, BODY, "--nproc-per-node=3", "--restart-delay-s=0", loaded=True) as job:
+    words = ("--nproc-per-node=3", "--restart-delay-s=0", script(tmp_path, BODY))
+    with launch_with("torchmetrics") as launch, launch(*words, folder=tmp_path) as job:
         status = job.status(200.0)
     assert status == 0, job.log.read_text()
     told: dict[int, list[Any]] = {rank: json.loads(left(tmp_path, "told", rank)) for rank in (0, 2)}

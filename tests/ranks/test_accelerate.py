@@ -6,7 +6,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 from launched import as_launched
-from ranks import digest, run_forked
+from loaded import ranks_with
+from ranks import digest
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -16,6 +17,12 @@ pytestmark = [
     pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed"),
 ]
 NUM_RANKS, FOUR = 2, 4
+
+
+@pytest.fixture(scope="module")
+def run_loaded():
+    with ranks_with("accelerate", "straggle.integrations.accelerate") as run:
+        yield run
 
 
 class Job:
@@ -100,8 +107,8 @@ def beside_ddp(rank, folder):
     return results, ends, files, type(again.accelerator.unwrap_model(again.model)).__name__
 
 
-def test_trains_as_under_ddp_and_saves_its_state(tmp_path):
-    for results, (ddp_end, staged_end), files, kind in run_forked(beside_ddp, NUM_RANKS, str(tmp_path), timeout_s=120):
+def test_trains_as_under_ddp_and_saves_its_state(tmp_path, run_loaded):
+    for results, (ddp_end, staged_end), files, kind in run_loaded(beside_ddp, NUM_RANKS, str(tmp_path), timeout_s=120):
         (ddp, ddp_steps), (staged, staged_steps) = results
         assert staged == ddp
         assert staged_steps == ddp_steps == 6
@@ -123,8 +130,8 @@ def with_a_late_rank(rank):
     return job.epoch(stop_at=(5, 8) if rank else ()), job.num_steps, late
 
 
-def test_a_late_rank_skips_its_micro_batches_and_all_apply_the_same():
-    first, second = run_forked(with_a_late_rank, NUM_RANKS, timeout_s=120)
+def test_a_late_rank_skips_its_micro_batches_and_all_apply_the_same(run_loaded):
+    first, second = run_loaded(with_a_late_rank, NUM_RANKS, timeout_s=120)
     assert first == second
     assert first[1] == 3
     assert [ranks for ranks, _ in first[2]] == [(), (1,), (1,)]
@@ -206,8 +213,8 @@ def left_in_the_middle(rank, folder):
     return ends
 
 
-def test_what_ddp_does_with_an_accumulation_that_is_left_in_the_middle(tmp_path):
-    first, second = run_forked(left_in_the_middle, NUM_RANKS, str(tmp_path), timeout_s=240)
+def test_what_ddp_does_with_an_accumulation_that_is_left_in_the_middle(tmp_path, run_loaded):
+    first, second = run_loaded(left_in_the_middle, NUM_RANKS, str(tmp_path), timeout_s=240)
     assert first == second
     for name, (ddp, staged, late) in first.items():
         assert staged == ddp, name
@@ -237,8 +244,8 @@ def on_four(rank):
     return *values, job.epoch(stop_at=(1,) if rank == FOUR - 1 else ()), job.num_steps, late
 
 
-def test_four_ranks_train_as_under_ddp_and_stay_alike_where_one_is_late():
-    first, *others = run_forked(on_four, FOUR, timeout_s=120)
+def test_four_ranks_train_as_under_ddp_and_stay_alike_where_one_is_late(run_loaded):
+    first, *others = run_loaded(on_four, FOUR, timeout_s=120)
     assert others == [first] * (FOUR - 1)
     ddp, staged, _, num_steps, late = first
     assert staged == pytest.approx(ddp, abs=1e-5)  # sums of more than two numbers have an order
@@ -259,8 +266,8 @@ def refused(rank):
     return True
 
 
-def test_what_is_refused_is_told_what_to_do():
-    assert run_forked(refused, NUM_RANKS, timeout_s=120) == [True] * NUM_RANKS
+def test_what_is_refused_is_told_what_to_do(run_loaded):
+    assert run_loaded(refused, NUM_RANKS, timeout_s=120) == [True] * NUM_RANKS
 
 
 def refused_with_members(rank):
@@ -294,7 +301,7 @@ def refused_with_members(rank):
     return said, model.last_report.step
 
 
-def test_what_members_do_not_go_with_is_told_what_to_do():
-    for said, last in run_forked(refused_with_members, NUM_RANKS, timeout_s=120):
+def test_what_members_do_not_go_with_is_told_what_to_do(run_loaded):
+    for said, last in run_loaded(refused_with_members, NUM_RANKS, timeout_s=120):
         assert len(said) == 4
         assert last == 1

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from loaded import Launch, launch_with
 from told import LOSS, ends_of, go_on, lose_a_rank, merged, samples_of
 
 pytestmark = [
@@ -73,11 +75,17 @@ tell("end", hashlib.sha256(b"".join(parameters)).hexdigest(), scheduler.get_last
 """
 
 
+@pytest.fixture(scope="module")
+def launch() -> Iterator[Launch]:
+    with launch_with("accelerate", "straggle.integrations.accelerate") as own:
+        yield own
+
+
 @pytest.mark.parametrize(("victim", "how"), [(0, "killed"), (1, "killed"), (0, "frozen")])
 def test_rank_that_is_lost_comes_back_and_each_sample_counts_once_an_epoch(
-    victim: int, how: str, tmp_path: Path
+    victim: int, how: str, tmp_path: Path, launch: Launch
 ) -> None:
-    told = lose_a_rank(tmp_path, SCRIPT, victim, how)
+    told = lose_a_rank(launch, tmp_path, SCRIPT, victim, how)
     assert len({json.dumps(end) for end in ends_of(told)}) == 1  # parameters and learning rate at the end
     steps = merged(told)
     for epoch in range(EPOCHS):
@@ -89,7 +97,7 @@ def test_rank_that_is_lost_comes_back_and_each_sample_counts_once_an_epoch(
         assert sum(line[5] for line in lines if line[:2] == ["step", step]) == 1  # one of them is the main one
 
     # and a run of two ranks goes on from the middle of the second epoch
-    resumed = merged(go_on(tmp_path / "again", SCRIPT, tmp_path / "middle"))
+    resumed = merged(go_on(launch, tmp_path / "again", SCRIPT, tmp_path / "middle"))
     before = samples_of({step: steps[step] for step in steps if step <= SAVED_AFTER}, 1)
     assert 0 < before.total() < SAMPLES
     assert before + samples_of(resumed, 1) == Counter(range(SAMPLES))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import csv
 import json
 from collections import Counter
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from loaded import Launch, launch_with
 from told import LOSS, ends_of, go_on, lose_a_rank, merged, samples_of
 
 pytestmark = [
@@ -103,11 +105,17 @@ tell("end", hashlib.sha256(parameters).hexdigest(), trainer.global_step, trainer
 """
 
 
+@pytest.fixture(scope="module")
+def launch() -> Iterator[Launch]:
+    with launch_with("lightning.pytorch", "torchmetrics", "straggle.integrations.lightning") as own:
+        yield own
+
+
 @pytest.mark.parametrize(("victim", "how"), [(0, "killed"), (1, "killed"), (0, "frozen")])
 def test_rank_that_is_lost_goes_on_in_the_others_step_and_no_sample_is_lost(
-    victim: int, how: str, tmp_path: Path
+    victim: int, how: str, tmp_path: Path, launch: Launch
 ) -> None:
-    told = lose_a_rank(tmp_path, SCRIPT, victim, how)
+    told = lose_a_rank(launch, tmp_path, SCRIPT, victim, how)
     ends = ends_of(told)
     assert len({json.dumps(end) for end in ends}) == 1  # parameters, steps, rates, and the best checkpoint
     steps = merged(told)
@@ -138,7 +146,7 @@ def test_rank_that_is_lost_goes_on_in_the_others_step_and_no_sample_is_lost(
     saved = min(step for step in steps if steps[step][0] == 1) + 1 + KILLED_IN
     saved += -saved % SAVED_EVERY
     checkpoint = next(path for path in checkpoints if path.stem == f"step={saved}")
-    resumed = merged(go_on(tmp_path / "again", SCRIPT, checkpoint))
+    resumed = merged(go_on(launch, tmp_path / "again", SCRIPT, checkpoint))
     before = samples_of({step: own for step, own in steps.items() if step < saved}, 1)
     assert 0 < before.total() < SAMPLES
     assert before + samples_of(resumed, 1) == Counter(range(SAMPLES))

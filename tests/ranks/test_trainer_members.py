@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from loaded import Launch, launch_with
 from told import LOSS, ends_of, go_on, lose_a_rank, merged, samples_of
 
 pytestmark = [
@@ -89,11 +91,17 @@ trainer._staged.close()
 """
 
 
+@pytest.fixture(scope="module")
+def launch() -> Iterator[Launch]:
+    with launch_with("transformers.trainer", "straggle.integrations.transformers") as own:
+        yield own
+
+
 @pytest.mark.parametrize(("victim", "how"), [(0, "killed"), (1, "killed"), (0, "frozen")])
 def test_rank_that_is_lost_goes_on_in_the_others_step_and_no_sample_is_lost(
-    victim: int, how: str, tmp_path: Path
+    victim: int, how: str, tmp_path: Path, launch: Launch
 ) -> None:
-    told = lose_a_rank(tmp_path, SCRIPT, victim, how)
+    told = lose_a_rank(launch, tmp_path, SCRIPT, victim, how)
     ends = ends_of(told)
     assert len({json.dumps(end) for end in ends}) == 1  # parameters, steps and learning rate
     assert ends[0][2] == STEPS
@@ -109,7 +117,7 @@ def test_rank_that_is_lost_goes_on_in_the_others_step_and_no_sample_is_lost(
 
     # and a run of two ranks goes on from the middle of the second epoch
     saved = 15
-    told = go_on(tmp_path / "again", SCRIPT, tmp_path / "saved" / f"checkpoint-{saved}")
+    told = go_on(launch, tmp_path / "again", SCRIPT, tmp_path / "saved" / f"checkpoint-{saved}")
     assert len({json.dumps(end) for end in ends_of(told)}) == 1
     before = samples_of({step: own for step, own in steps.items() if step < saved}, 1)
     assert 0 < before.total() < SAMPLES

@@ -54,10 +54,15 @@ def script(folder: Path, body: str) -> Path:
 
 
 @contextlib.contextmanager
-def loaded_launch(*words: object, folder: Path, environment: Mapping[str, str] | None = None) -> Iterator[Started]:
-    """`straggle launch` with these words, whose workers have torch and the package loaded as they begin."""
+def loaded_launch(
+    *words: object, folder: Path, environment: Mapping[str, str] | None = None, **options: Any
+) -> Iterator[Started]:
+    """`straggle launch` with these words, whose workers have torch and the package loaded as they begin.
+
+    ``options`` are those of `started`.
+    """
     around = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **(environment or {})}
-    with started(launch_loaded, *map(str, words), folder=folder, environment=around) as job:
+    with started(launch_loaded, *map(str, words), folder=folder, environment=around, **options) as job:
         yield job
 
 

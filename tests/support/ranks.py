@@ -225,7 +225,7 @@ def run_command(word: str, world_size: int, *keys: str, folder: Path, status: in
 class Started:
     """A command in a process of its own; what it and its children print goes to ``log``."""
 
-    process: multiprocessing.process.BaseProcess
+    process: Any  # one of multiprocessing's, or as these
     log: Path
 
     @property
@@ -242,18 +242,25 @@ class Started:
 
 @contextlib.contextmanager
 def started(
-    function: Callable[..., Any], *args: Any, folder: Path, environment: Mapping[str, str] | None = None
+    function: Callable[..., Any],
+    *args: Any,
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
+    process: Callable[..., Any] = _context.Process,
 ) -> Iterator[Started]:
-    """``sys.exit(function(*args))`` in a process of its own, in ``folder``, killed at the end; torch is there."""
+    """``sys.exit(function(*args))`` in a process of its own, in ``folder``, killed at the end; torch is there.
+
+    ``process`` makes it (`loaded.py`).
+    """
     with tempfile.NamedTemporaryFile(dir=folder, suffix=".log", delete=False) as file:
         log = Path(file.name)
-    process = _context.Process(target=_started_main, args=(function, args, folder, dict(environment or {}), log))
-    process.start()
+    own = process(target=_started_main, args=(function, args, folder, dict(environment or {}), log))
+    own.start()
     try:
-        yield Started(process, log)
+        yield Started(own, log)
     finally:
-        process.kill()
-        process.join()
+        own.kill()
+        own.join()
 
 
 @contextlib.contextmanager

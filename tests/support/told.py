@@ -14,7 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from launch_jobs import loaded_launch, wait_until
+from launch_jobs import wait_until
+from loaded import Launch
 
 Told = dict[tuple[int, int], list[list[Any]]]
 # in a script: this process is lost; `is_back()` tells those that wait for it
@@ -27,10 +28,10 @@ def lose():
 """
 
 
-def lose_a_rank(folder: Path, script: str, victim: int, how: str) -> Told:
+def lose_a_rank(launch: Launch, folder: Path, script: str, victim: int, how: str) -> Told:
     """Three ranks of this script, one of which is lost; a frozen one goes on when the others have made a step."""
     (folder / "worker.py").write_text(script)
-    with loaded_launch("--nproc-per-node=3", "--spares=1", "worker.py", victim, how, folder=folder) as job:
+    with launch("--nproc-per-node=3", "--spares=1", "worker.py", victim, how, folder=folder) as job:
         if how == "frozen":
             wait_until(job, lambda: _has_made_a_step_without(folder, victim))
             os.kill(next(line[1] for line in told_by(folder)[victim, 0] if line[0] == how), signal.SIGCONT)
@@ -46,11 +47,11 @@ def ends_of(told: Told) -> list[list[Any]]:
     return [lines[-1] for lines in told.values() if lines[-1][0] != "killed"]
 
 
-def go_on(folder: Path, script: str, checkpoint: Path) -> Told:
+def go_on(launch: Launch, folder: Path, script: str, checkpoint: Path) -> Told:
     """Two ranks of this script, from a checkpoint."""
     folder.mkdir()
     (folder / "worker.py").write_text(script)
-    with loaded_launch("--nproc-per-node=2", "worker.py", -1, "none", checkpoint, folder=folder) as job:
+    with launch("--nproc-per-node=2", "worker.py", -1, "none", checkpoint, folder=folder) as job:
         assert job.status() == 0, job.log.read_text()
     return told_by(folder)
 
