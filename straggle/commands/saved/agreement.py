@@ -12,6 +12,7 @@ import torch.distributed as dist
 from straggle.lab.process_group import gather
 from straggle.merge.wire.channel import PeerFailed
 from straggle.merge.wire.groups import job_rank, job_size
+from straggle.merge.wire.store import peek
 
 Result = TypeVar("Result")
 _LOOK_S = 0.02
@@ -71,11 +72,12 @@ class OverStore(Ranks):
         until, self._number = time.monotonic() + self._limit_s, self._number + 1
         keys = [f"begin/{self._number}/{rank}" for rank in range(job_size())]
         self._store.set(keys[job_rank()], json.dumps(value))
-        while missing := [rank for rank, key in enumerate(keys) if not self._store.check([key])]:
+        while None in (words := [peek(self._store, key) for key in keys]):
             if time.monotonic() > until:
+                missing = [rank for rank, word in enumerate(words) if word is None]
                 raise PeerFailed(f"ranks {missing} have not come to the begin of the run within {self._limit_s:g} s")
             time.sleep(_LOOK_S)
-        return [json.loads(self._store.get(key)) for key in keys]
+        return [json.loads(word) for word in words if word is not None]
 
 
 ALL = Ranks()

@@ -84,9 +84,8 @@ class Store(dist.Store):  # type: ignore[name-defined, misc]
         self._ask(lambda data: data.__setitem__(key, _bytes(value)))
 
     def get(self, key: str) -> bytes:
-        """A value, when it is there."""
-        self.wait([key])
-        return self.server.data[key]
+        """Nobody asks so: a key that was just there may be deleted, or the store restarted; this would wait for it."""
+        raise self.server.world.broken(f"a store is asked for {key}, and waits for it if it is gone: peek at it")
 
     def add(self, key: str, number: int) -> int:
         """Count."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from straggle.members.views.in_replica import ALONE, InReplica
 from straggle.members.views.view import View
+from straggle.merge.wire.store import peek
 
 _VERSIONS = ("straggle", "torch")  # of which the options and the state of a job are
 
@@ -53,9 +54,8 @@ class JoinRequests:
 
     def check_refused(self, store: Any) -> None:
         """Raise `Refused` if the members do not let this rank in."""
-        key = f"refused/{self._rank}/{self._incarnation}"
-        if store.check([key]):
-            raise Refused(store.get(key).decode())
+        if (why := peek(store, f"refused/{self._rank}/{self._incarnation}")) is not None:
+            raise Refused(why)
 
     def hear(self, store: Any, view: View, kept_out: Collection[int]) -> None:
         """Read the requests, except that of ranks in ``kept_out`` only the probes count; a refused rank is told why."""
@@ -83,10 +83,9 @@ class JoinRequests:
 
     def _asked(self, store: Any, rank: int) -> tuple[str, str, tuple[float, float] | None]:
         """With which incarnation a rank asks, what it shares with the members, and its probe; empty if it asks not."""
-        key = f"join/{rank}"
-        if not store.check([key]):
+        if (word := peek(store, f"join/{rank}")) is None:
             return "", "", None
-        incarnation, description, probe = json.loads(store.get(key).decode())
+        incarnation, description, probe = json.loads(word)
         return str(incarnation), description, None if probe is None else (float(probe[0]), float(probe[1]))
 
     def refuse(self, why: str) -> None:

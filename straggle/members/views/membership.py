@@ -186,7 +186,8 @@ class Membership:
                         raise PeerFailed(f"{self._own}, before step 0: the job is over: {why}")
                     arrival.look(partial(self._ranks_of, missing))
                     return False
-                self._begin_without(store, gone)
+                if not self._begin_without(store, gone):
+                    return False
             return True
 
         if not until(is_found, every_s=0.01, limit_s=limit_s):
@@ -207,14 +208,17 @@ class Membership:
         """The members that are neither there nor known to be gone."""
         return [rank for rank in range(self.world_size) if rank not in gone and not store.check([f"hello/{rank}"])]
 
-    def _begin_without(self, store: Any, gone: Mapping[int, str]) -> None:
-        """All others are there: write a first view of them, unless there is one."""
+    def _begin_without(self, store: Any, gone: Mapping[int, str]) -> bool:
+        """All others are there: write a first view of them, unless there is one. False: the store was just emptied."""
         there = [rank for rank in range(self.world_size) if rank not in gone]
-        names = {rank: store.get(f"hello/{rank}").decode() for rank in there}
+        names = {rank: name for rank in there if (name := peek(store, f"hello/{rank}")) is not None}
+        if len(names) < len(there):
+            return False
         # several ranks may do so at once, each with a job of its own: the store keeps the first
         self.chain.begin(store, View(0, names, job=uuid.uuid4().hex[:12]))
         if gone and self.rank == there[0]:
             _log.warning("the job begins with ranks %s: %s", self._ranks_of(there), "; ".join(gone.values()))
+        return True
 
     def _down(self, store: Any) -> dict[int, str]:
         """Members that will not come, and why, as the launcher says it.

@@ -11,7 +11,7 @@ from typing import Any
 
 from straggle.merge.wire.groups import JobGroup, QueuedGroup, set_aside
 from straggle.merge.wire.patience import PlaceFor
-from straggle.merge.wire.store import JobStore
+from straggle.merge.wire.store import JobStore, peek
 
 TROUBLE, ENDED = "trouble", "ended"  # keys that show that ranks have left messages
 _ABORT_S = 2.0
@@ -129,4 +129,4 @@ def absent(store: Any, key: str, ranks: Iterable[int]) -> list[int]:
 
 def words_under(store: Any, key: str, ranks: Iterable[int]) -> dict[int, str]:
     """The messages that ranks left under ``key``, by rank."""
-    return {rank: store.get(f"{key}/{rank}").decode() for rank in ranks if store.check([f"{key}/{rank}"])}
+    return {rank: word for rank in ranks if (word := peek(store, f"{key}/{rank}")) is not None}

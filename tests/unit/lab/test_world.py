@@ -383,6 +383,27 @@ FOUND: list[Schedule] = [
             Freeze(3, 1.549, 0.091),
         ),
     ),
+    # the store was emptied when rank 2 had seen that all are there, and before it asked for their names: it waited
+    Schedule(
+        91000139,
+        4,
+        12,
+        True,
+        deadline="0.15",
+        estimator="LastMerged",
+        check_every=1,
+        num_parts=4,
+        weighs=True,
+        slow=(1.5, 1.0, 1.0, 1.0),
+        away=((1, 1, 0.5),),
+        in_buckets=False,
+        collectives_every=3,
+        zero_every=2,
+        grace_s=0.02,
+        absence_gain=math.inf,
+        give_up_s=18.0,
+        faults=(Freeze(2, 0.005, 1.278), StoreAway(1.112, 0.05, empties=True)),
+    ),
     # peers had merged a step before the newcomer had any deadline from them: its report of it had none
     Schedule(
         62000742,
