@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -73,7 +74,7 @@ def end_of(threads: Iterable[world.Thread], limit_s: float = math.inf) -> bool:
     return not any(thread.is_alive() for thread in others)
 
 
-_told_to_end: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # and were not seen to
+_told_to_end: weakref.WeakSet[world.Thread] = weakref.WeakSet()  # and were not seen to
 
 
 def end_before_exit(threads: Iterable[world.Thread], limit_s: float) -> bool:
@@ -82,8 +83,9 @@ def end_before_exit(threads: Iterable[world.Thread], limit_s: float) -> bool:
     A thread that comes back from torch's C++, as from a request to a store, while Python ends would abort the process:
     Python unwinds it, and C++ calls that an error. A launcher would take that for a failed worker, and end them all.
     """
-    if not (ended := end_of(told := list(threads), limit_s)):
-        _told_to_end.update(thread for thread in told if type(thread) is threading.Thread)  # no simulated rank's
+    ended = end_of(told := list(threads), limit_s)
+    if not ended and world.process() == os.getpid():  # not for a simulated rank
+        _told_to_end.update(told)
     return ended
 
 
