@@ -328,6 +328,10 @@ class StepReport:
             "scalars that were logged as its tensors (NaN if nothing has come)"
         ),
     )
+    again_s: float = field(
+        default=0.0,
+        metadata=described("with `step.pull(seed=...)`: seconds of earlier attempts at it, which are not in `seconds`"),
+    )
 
     @property
     def dropped_share(self) -> float:
@@ -341,6 +345,11 @@ class StepReport:
         reached = [rank.reach for rank in self.ranks if not (rank.idle or rank.absent)]
         known = [reach for reach in reached if not math.isnan(reach)]
         return 1.0 - sum(known) / len(known) if known else math.nan if reached else 0.0
+
+    @property
+    def whole_s(self) -> float:
+        """Seconds from the end of the step before, with those of the attempts that were discarded."""
+        return self.seconds + self.again_s
 
     @property
     def late_ranks(self) -> tuple[int, ...]:

@@ -108,7 +108,7 @@ class InStep:
     """``rule``: what ends the rank's part; ``kept``: gradients that the loop did not zero. ``idle``: it has no data.
 
     ``entry``: what the rank entered it with. ``merged``: the step, if it is merged and its block is open still.
-    ``stays``: the rank's pass is not cut if it is late.
+    ``stays``: the rank's pass is not cut if it is late. ``again_s``: seconds of the attempts at it that were discarded.
 
     ``left``: gradients after which nothing is left to stop. ``passes_with_data``: fewer than were announced if the loop
     runs out of data. ``at_once``: behind the last forward pass, backward has all gradients when it has one.
@@ -124,6 +124,7 @@ class InStep:
     passes_with_data: int = sys.maxsize
     stopped: bool = False
     stays: bool = False
+    again_s: float = 0.0
     merged: Round | None = None
     cut_in: Phase | None = None  # where another model's lateness left the code of this step, too
     num_forward: int = 0  # passes that were finished

@@ -263,7 +263,8 @@ class OpenStep(PassWatcher):
         entry = self._now.entry._replace(
             idle=idle, kept=kept.mark, fingerprint=NO_FINGERPRINT, tensors=None, stepped=0.0
         )
-        self._now = InStep(entry, self._by_clock, kept=kept, idle=idle, most=most, stays=True)
+        again_s = self._now.again_s + merged.record.seconds
+        self._now = InStep(entry, self._by_clock, kept=kept, idle=idle, most=most, stays=True, again_s=again_s)
         self._learner.step_begins()
         self._state.begin(checked=False)
         self.stopwatch.enter("data")
@@ -333,6 +334,8 @@ class OpenStep(PassWatcher):
                 merged = self._merge(step, truncated=truncated)
                 while self._is_made_again(merged):
                     merged = self._without_part(step, merged)
+            if self._now.again_s:  # nobody else is told of those attempts
+                merged.correct(replace(merged.record, again_s=self._now.again_s))
         finally:
             if self._rank.stand_in.is_paused:
                 self._pause_stand_in(paused=False)

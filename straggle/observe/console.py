@@ -114,7 +114,7 @@ class LastSteps:
     @property
     def median_s(self) -> float:
         """The median step."""
-        return median(report.seconds for report, _ in self._steps)
+        return median(report.whole_s for report, _ in self._steps)
 
     @property
     def ddp_s(self) -> float:

@@ -129,7 +129,10 @@ def _replicas(run: Run) -> Iterator[str]:
 
 def _not_written(run: Run) -> Iterator[str]:
     steps = run.step.astype(int)
-    if lacking := sorted(set(range(int(steps[0]), int(steps[-1]))) - set(steps.tolist())):
+    # a step's attempts have numbers of their own, and its last one is in the trace
+    attempts = zip(steps.tolist(), run.pool_attempts.astype(int).tolist(), strict=True)
+    there = {step - before for step, all_of in attempts for before in range(max(1, all_of))}
+    if lacking := sorted(set(range(int(steps[0]), int(steps[-1]))) - there):
         yield (
             f"The trace lacks {_steps(len(lacking), len(steps) + len(lacking))}, the first of them step {lacking[0]}: "
             "they could not be written, as on a full disk. What follows is about the others."

@@ -224,11 +224,10 @@ class StepMetrics:
         self._of("healing_bytes").inc(self._counted.nbytes - before.nbytes)
 
     def _count_uses(self, report: StepReport) -> None:
-        """Of the step before, because another attempt at that may have come."""
-        if before := self._uses.add(report):
-            for use, seconds in before[self._rank].items():
+        if uses := self._uses.add(report):
+            for use, seconds in uses[self._rank].items():
                 self._of("goodput_seconds", use).inc(seconds)
-        self._of("made_again_steps").inc(report.pool_attempts > 1)
+        self._of("made_again_steps").inc(max(0, report.pool_attempts - 1))
 
     def _count_times(self, report: StepReport, own: RankReport) -> None:
         self._of("step_seconds").observe(report.seconds)

@@ -72,8 +72,11 @@ def run_events(
             yield from _names(RANKS, f"{noun}s", tracks)
             num_ranks = len(report.ranks)
         seconds = report.seconds if math.isfinite(report.seconds) else 0.0
-        origin = ended_at - seconds if math.isnan(origin) else origin
-        begin_s = end_s if math.isnan(ended_at - origin) else max(end_s, ended_at - origin - seconds)
+        origin = ended_at - seconds - report.again_s if math.isnan(origin) else origin
+        known_s = ended_at - origin - seconds
+        begin_s = end_s + report.again_s if math.isnan(known_s) else max(end_s, known_s)
+        if again_s := min(report.again_s, begin_s - end_s):
+            yield _slice(JOB, _STEPS, f"step {report.step}, made again", begin_s - again_s, again_s)
         end_s = begin_s + seconds
         if report.step in noted:
             begins.setdefault(report.step, begin_s)

@@ -50,9 +50,9 @@ class StepScalars:
         numbers = {
             "straggle/late_ranks": float(len(report.late_ranks)),
             "straggle/dropped": report.dropped_share,
-            "straggle/step_s": report.seconds,
+            "straggle/step_s": report.whole_s,
             "straggle/waited_s": sum(rank.wait_s for rank in present) / max(1, len(present)),
-            "straggle/saved_s": self._ddp.add(report).seconds - report.seconds,
+            "straggle/saved_s": self._ddp.add(report).seconds - report.whole_s,
             **_drawn(report),
             **report.scalars,
         }

@@ -6,6 +6,7 @@ whoever computed it; and as each step has its own samples, each sample comes onc
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 
@@ -14,11 +15,25 @@ import torch
 from members import run_forked_job
 from ranks import run_ranks, staged
 from training import features, mlp
-from whole_steps import EACH_EPOCH, LAYER_S, NUM_SAMPLES, Net, alone, assert_equal, samples_of, train
+from whole_steps import (
+    EACH_EPOCH,
+    LAYER_S,
+    NUM_SAMPLES,
+    Net,
+    alone,
+    assert_equal,
+    loss_of,
+    optimizer_of,
+    samples_of,
+    train,
+)
 
-from straggle import Merge
+from straggle import Merge, StagedDataParallel
 from straggle.lab.world.faults import Cut, Freeze, Kill, Notice, Stall, StoreAway
 from straggle.lab.world.run import run_world
+from straggle.observe.findings import advise
+from straggle.observe.numbers.run import run_of
+from straggle.observe.numbers.run_numbers import numbers_of
 
 pytestmark = pytest.mark.light
 
@@ -97,6 +112,37 @@ def test_a_rank_that_is_late_in_a_micro_batch_has_it_computed_by_others_and_what
     stalls = [Stall(0, 0.63, 1.5), Stall(1, 2.93, 0.5)]
     seen = run_with(stalls, ranks=3, steps=30, deadline=0.2, members=False)
     assert sum(own.attempts > 1 for own in seen) >= 2
+
+
+def times_of_steps(rank):
+    """The reports that hooks are given, when each step was merged, and which attempts the log speaks of."""
+    layer_s = LAYER_S * (2.0 if rank.number == rank.size - 1 else 1.0)
+    module, seen = Net(lambda: rank.work(layer_s)), []
+    optimizer = optimizer_of(module)
+    model = StagedDataParallel(module, links=False, deadline=0.2)
+    model.register_step_hook(lambda record: seen.append((record.merged_at, record.report)))
+    for number in range(30):
+        with model.step() as step:
+            for numbers in step.pull(samples_of(number), seed=number):
+                loss_of(model, numbers).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.close()
+    return seen
+
+
+def test_seconds_of_discarded_attempts_are_in_the_report_of_the_step_and_count_as_lost():
+    """Only the last attempt at a step is reported; a merge ends where the next one begins, so no time is nobody's."""
+    for seen in run_world(times_of_steps, ranks=3, seed=0, faults=[Stall(0, 0.63, 1.5), Stall(1, 2.93, 0.5)]).results:
+        again = [report for _, report in seen if report.pool_attempts > 1]
+        assert len(again) == 2
+        for (before, _), (after, report) in itertools.pairwise(seen):
+            assert report.seconds + report.again_s == pytest.approx(after - before)
+            assert (report.again_s > 0.05) == (report.pool_attempts > 1)
+        run = run_of(report for _, report in seen)
+        assert run.goodput.seconds["again"] == pytest.approx(sum(report.again_s for report in again))
+        assert run.seconds[1:].sum() == pytest.approx(seen[-1][0] - seen[0][0])
+        assert not any("lacks" in sentence for sentence in advise(run, numbers_of(run)))
 
 
 @pytest.mark.parametrize("at_s", [0.62, 0.9])

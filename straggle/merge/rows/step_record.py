@@ -33,8 +33,8 @@ class StepRecord:
     step would have ended; NaN if it is enforced. ``usual_cost``, ``dealt``: those of `CurrentDeadline`. ``differing``:
     the names of tensors that differ between ranks. ``merged_weights``: the weight of each stage, if it may be more than
     the ``table`` has for the remaining ranks. ``merged_at``: when the step was merged, by this rank's clock.
-    ``slowest_ranks``: as in the report. ``scalars``: the means over all ranks by the hashes of their names, as
-    `means_of` gives them, if the ``table`` has not all of them.
+    ``slowest_ranks``, ``again_s``: as in the report. ``scalars``: the means over all ranks by the hashes of their
+    names, as `means_of` gives them, if the ``table`` has not all of them.
     """
 
     step: int
@@ -52,6 +52,7 @@ class StepRecord:
     merged_at: float = math.nan
     slowest_ranks: tuple[int, ...] = ()
     scalars: Mapping[float, float] | None = None
+    again_s: float = 0.0
 
     @property
     def decided(self) -> dict[str, float]:
@@ -96,6 +97,7 @@ class StepRecord:
             network_s=table.network_s(self.seconds),
             dealt=self.dealt,
             slowest_ranks=self.slowest_ranks,
+            again_s=self.again_s,
         )
 
     @property
@@ -137,6 +139,7 @@ class StepRecord:
             dealt=self.dealt,
             **self._of_all(),
             slowest_ranks=self.slowest_ranks,
+            again_s=self.again_s,
         )
 
     def reach_of(self, rank: int) -> float:

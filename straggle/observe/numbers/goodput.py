@@ -7,7 +7,7 @@ step that is merged and applied, it is useful as far as a rank loads, computes a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -58,62 +58,42 @@ def goodput_of(run_dir: Path) -> Goodput | None:
 
 
 class Uses:
-    """Follows a run step by step. A step counts when the next one is known, which may be another attempt at it."""
+    """Follows a run step by step."""
 
     def __init__(self) -> None:
-        self._seconds = dict.fromkeys(USES, 0.0)
-        self._before: StepReport | None = None
-        self._before_that: StepReport | None = None
-        self._num_ranks = 1
+        self._seconds = dict.fromkeys(USES, 0.0)  # of the mean rank
+        self._absent_ranks: tuple[int, ...] | None = None  # in the step before
         self._began_at = self._ended_at = math.nan
 
     def add(self, report: StepReport, ended_at: float = math.nan) -> list[dict[str, float]]:
-        """One more step, which ended ``ended_at``, in seconds since 1970; the uses of the one before, by rank."""
-        done = self._uses_before(is_made_again=report.pool_attempts > 1)
-        self._count(done)
-        self._before_that, self._before, self._num_ranks = self._before, report, len(report.ranks)
+        """One more step, which ended ``ended_at``, in seconds since 1970; its uses by rank."""
+        changed = self._absent_ranks is not None and self._absent_ranks != report.absent_ranks
+        self._absent_ranks = report.absent_ranks
         if not math.isnan(ended_at):
-            self._began_at = ended_at - report.seconds if math.isnan(self._began_at) else self._began_at
+            self._began_at = ended_at - report.whole_s if math.isnan(self._began_at) else self._began_at
             self._ended_at = ended_at
-        return done
-
-    def of_last(self) -> list[dict[str, float]]:
-        """The uses of the last step, by rank, if no other attempt at it comes."""
-        return self._uses_before(is_made_again=False)
+        if not math.isfinite(report.seconds):
+            return []
+        of_ranks = [uses_of(report, rank, changed=changed) for rank in report.ranks]
+        for own in of_ranks:
+            for use, own_s in own.items():
+                self._seconds[use] += own_s / len(of_ranks)  # a run may go on with another number of ranks
+        return of_ranks
 
     def goodput(self) -> Goodput:
         """That of the steps until now."""
-        seconds = dict(self._seconds)
-        for own in self.of_last():
-            for use, own_s in own.items():
-                seconds[use] += own_s
-        of_mean = {use: own_s / self._num_ranks for use, own_s in seconds.items()}
-        between_s = self._ended_at - self._began_at - math.fsum(of_mean.values())
-        return Goodput({**of_mean, "no_step": max(0.0, between_s)})  # max: of NaN and a number, the first
-
-    def _uses_before(self, *, is_made_again: bool) -> list[dict[str, float]]:
-        report, earlier = self._before, self._before_that
-        if report is None or not math.isfinite(report.seconds):
-            return []
-        changed = earlier is not None and earlier.absent_ranks != report.absent_ranks
-        return [uses_of(report, rank, changed=changed, is_made_again=is_made_again) for rank in report.ranks]
-
-    def _count(self, done: Iterable[Mapping[str, float]]) -> None:
-        for own in done:
-            for use, own_s in own.items():
-                self._seconds[use] += own_s
+        between_s = self._ended_at - self._began_at - math.fsum(self._seconds.values())
+        return Goodput({**self._seconds, "no_step": max(0.0, between_s)})  # max: of NaN and a number, the first
 
 
-def uses_of(report: StepReport, rank: RankReport, *, changed: bool, is_made_again: bool) -> dict[str, float]:
-    """What a rank's seconds of a step were used for: they add up to the step.
+def uses_of(report: StepReport, rank: RankReport, *, changed: bool) -> dict[str, float]:
+    """What a rank's seconds of a step were used for: they add up to the step, with its discarded attempts.
 
     ``changed``: other ranks were absent in the step before.
     """
     if rank.absent:
-        return {"members": report.seconds}
-    if is_made_again:
-        return {"again": report.seconds}
-    left_s, uses = report.seconds, dict[str, float]()
+        return {"members": report.whole_s}
+    left_s, uses = report.seconds, {"again": report.again_s}
 
     def take(use: str, seconds: float) -> None:
         nonlocal left_s

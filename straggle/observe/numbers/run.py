@@ -41,7 +41,8 @@ class Run:
     ``ranks`` has the numbers of `RankReport`, flags as 0 and 1 and ``cause`` as an index into `CAUSES`.
     ``ddp_s`` is predicted (`DdpPrediction`). ``stages`` are those of the last step. ``stage_share``,
     shape (stages, ranks), is the mean share of each stage that each rank computed, over the ``num_stage_steps`` last
-    steps, which have this plan. ``pool_parts``: the micro-batches in each step's pool; 0: the ranks did not draw.
+    steps, which have this plan. ``seconds`` have those of discarded attempts at a step: with the last one it had
+    ``pool_attempts``. ``pool_parts``: the micro-batches in each step's pool; 0: the ranks did not draw.
     ``dropped``: the share of each step's gradients that did not come in. ``changes`` of the members, and when they
     were in seconds since 1970, are those of ``members.jsonl``; ``stuck`` is what ``stuck.jsonl`` has. If a model is
     sharded, the ranks here are ``replicas``. ``uses``, shape (uses, steps, ranks): seconds of each of `USES`, NaN for a
@@ -60,6 +61,7 @@ class Run:
     loss: Array
     skipped: Array
     pool_parts: Array
+    pool_attempts: Array
     dropped: Array
     ranks: Mapping[str, Array]
     stages: tuple[StageReport, ...]
@@ -150,17 +152,15 @@ class _Columns:
         self._num_stage_steps = 0
         self._replicas = Replicas()
         self._uses = Uses()
-        self._used: list[Array] = []  # of each step but the last
+        self._used: list[Array] = []  # of each step
 
     def add(self, report: StepReport, ended_at: float = math.nan) -> None:
         """One more step, which ended ``ended_at``."""
-        before = self._uses.add(report, ended_at)
-        if self.steps:
-            self._used.append(_of_uses(before))
+        self._used.append(_of_uses(self._uses.add(report, ended_at)))
         loss = report.scalars.get("loss", math.nan)
         ddp_s = self._prediction.add(report).seconds
-        times = (report.seconds, report.network_s, ddp_s, report.deadline_s)
-        row = (report.step, *times, loss, report.skipped, report.pool_parts, report.dropped_share)
+        times = (report.whole_s, report.network_s, ddp_s, report.deadline_s)
+        row = (report.step, *times, loss, report.skipped, report.pool_parts, report.pool_attempts, report.dropped_share)
         self._ranks.append(np.array([list(_values(rank)) for rank in report.ranks], dtype=float).T)
         self._add_stages(report)
         self._replicas.add(report)
@@ -191,10 +191,10 @@ class _Columns:
         for number, values in enumerate(self._ranks):
             ranks[:, number, : values.shape[1]] = values
         uses = np.full((len(USES), len(self.steps), num_ranks), np.nan, dtype=np.float32)
-        for number, values in enumerate([*self._used, _of_uses(self._uses.of_last())]):
+        for number, values in enumerate(self._used):
             uses[:, number, : values.shape[1]] = values
         share = np.divide(self._sum, self._count, out=np.full_like(self._sum, np.nan), where=self._count > 0)
-        step, seconds, network_s, ddp_s, deadline_s, loss, skipped, pool_parts, dropped = columns
+        step, seconds, network_s, ddp_s, deadline_s, loss, skipped, pool_parts, pool_attempts, dropped = columns
         of = dict(zip(_FIELDS, ranks, strict=True))
         has_part = (of["idle"] == 0) & (of["absent"] == 0) & np.isfinite(of["reach"])
         return Run(
@@ -210,6 +210,7 @@ class _Columns:
             loss=loss,
             skipped=skipped,
             pool_parts=pool_parts,
+            pool_attempts=pool_attempts,
             dropped=dropped,
             ranks=of,
             stages=self._plan,

@@ -45,6 +45,7 @@ _OTHERS = {
     "outside": "outside",
     "loop_end": "outside",
 }  # by what a slice is called; the merge is itself
+_CHANGE = frozenset({"wait", "merge"})  # what the members are waited for in the step in which they change
 _WORK = frozenset(PHASES) - _OTHERS.keys()
 
 Bar: TypeAlias = tuple[float, float, float, float]  # left, right, top and bottom, in a lane's own unit
@@ -137,9 +138,9 @@ def _parts_in_short(run: Run, reports: Collection[StepReport]) -> Array:
     """The same of a short run, as it is drawn."""
     parts_s = np.zeros((len(PARTS), run.num_steps, run.num_ranks))
     number = {part: at for at, part in enumerate(PARTS)}
-    for step, report in enumerate(reports):
+    for step, (report, changed) in enumerate(_with_changes(reports)):
         for rank in report.ranks:
-            for part, seconds in _parts_in_order(rank, report):
+            for part, seconds in _parts_in_order(rank, report, changed=changed):
                 parts_s[number[part], step, rank.rank] += seconds
     return parts_s
 
@@ -158,17 +159,26 @@ def _in_columns(of_row: Array, steps: int, height: int) -> Iterator[tuple[str, B
 def _in_order(reports: Collection[StepReport], row: slice, ends: Array, height: int) -> Iterator[tuple[str, Bar]]:
     """Parts one behind the other; ranks of one lane one above the other."""
     scale, each = WIDTH / ends[-1], height / (row.stop - row.start)
-    for report, end in zip(reports, ends.tolist(), strict=True):
+    for (report, changed), end in zip(_with_changes(reports), ends.tolist(), strict=True):
         for rank in report.ranks[row]:
-            at, top = end - report.seconds, each * (rank.rank - row.start)
-            for part, seconds in _parts_in_order(rank, report):
+            at, top = end - report.whole_s, each * (rank.rank - row.start)
+            for part, seconds in _parts_in_order(rank, report, changed=changed):
                 left, at = round(at * scale, 1), at + seconds
                 if (right := round(at * scale, 1)) > left:
                     yield part, (left, right, top, top + each)
 
 
-def _parts_in_order(rank: RankReport, report: StepReport) -> Iterator[tuple[str, float]]:
-    """Of its work, what a late rank did not bring to an end lies behind what it did."""
+def _with_changes(reports: Collection[StepReport]) -> Iterator[tuple[StepReport, bool]]:
+    """Each with whether other ranks were absent in the one before."""
+    before = None
+    for report in reports:
+        yield report, before is not None and before != report.absent_ranks
+        before = report.absent_ranks
+
+
+def _parts_in_order(rank: RankReport, report: StepReport, *, changed: bool) -> Iterator[tuple[str, float]]:
+    """Of its work, what a late rank did not bring to an end lies behind what it did. ``changed``: as in `uses_of`."""
+    yield "members" if rank.absent else "again", report.again_s
     reach = 0.0 if report.skipped else 1.0 if math.isnan(rank.reach) else min(1.0, max(0.0, rank.reach))
     kept, lost = ("waiting", "waiting") if rank.idle else ("work", "dropped")
     slices = slices_of(rank, report.seconds)
@@ -179,7 +189,7 @@ def _parts_in_order(rank: RankReport, report: StepReport) -> Iterator[tuple[str,
             left_s -= kept_s
             yield from ((kept, kept_s), (lost, seconds - kept_s))
         else:
-            yield _OTHERS.get(name, name), seconds
+            yield "members" if changed and name in _CHANGE else _OTHERS.get(name, name), seconds
 
 
 def _paths(bars: Iterator[tuple[str, Bar]]) -> dict[str, str]:

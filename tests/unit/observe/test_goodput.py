@@ -8,9 +8,11 @@ from dataclasses import replace
 import pytest
 from pages import a_rank, a_step, write_run
 
+from straggle.observe.findings import advise
 from straggle.observe.numbers.goodput import LOST, USES, Goodput, Uses, uses_of
 from straggle.observe.numbers.registry import summarize
-from straggle.observe.numbers.run import read_run
+from straggle.observe.numbers.run import read_run, run_of
+from straggle.observe.numbers.run_numbers import numbers_of
 
 
 def of(reports, ended_at=None):
@@ -22,9 +24,12 @@ def of(reports, ended_at=None):
 
 def drawn_steps(chance):
     """Steps in which anything may be: absent, idle, late and stuck ranks, times that are unknown or too long."""
-    ranks, attempts = chance.randrange(1, 5), 0
+    ranks, again_at = chance.randrange(1, 5), chance.randrange(30)
     for step in range(chance.randrange(1, 30)):
-        attempts = attempts + 1 if chance.random() < 0.3 else chance.choice([0, 1])
+        if step == again_at:  # a run may go on with another number of ranks
+            ranks = chance.randrange(1, 5)
+        attempts = chance.choice([0, 1, 1, 2, 3])
+        again_s = chance.random() if attempts > 1 else 0.0
         own = []
         for rank in range(ranks):
             times = {
@@ -35,7 +40,7 @@ def drawn_steps(chance):
             own.append(a_rank(rank, whole=chance.randrange(6), **times, **state))
         seconds = chance.choice([0.0, chance.random(), 3 * chance.random()])
         rest = {"skipped": chance.random() < 0.1, "network_s": chance.choice([math.nan, -0.1, chance.random()])}
-        yield a_step(step, own, seconds=seconds, pool_attempts=attempts, **rest)
+        yield a_step(step, own, seconds=seconds, pool_attempts=attempts, again_s=again_s, **rest)
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -45,15 +50,14 @@ def test_parts_add_up_to_all_time_whatever_a_trace_has(seed):
     for report in reports:
         for rank in report.ranks:
             for changed in (False, True):
-                for again in (False, True):
-                    parts = uses_of(report, rank, changed=changed, is_made_again=again)
-                    assert sum(parts.values()) == pytest.approx(report.seconds)
-                    assert min(parts.values()) >= 0
-                    assert parts.keys() <= set(USES)
+                parts = uses_of(report, rank, changed=changed)
+                assert sum(parts.values()) == pytest.approx(report.seconds + report.again_s)
+                assert min(parts.values()) >= 0
+                assert parts.keys() <= set(USES)
         gaps.append(chance.choice([0.0, 0.0, 5 * chance.random()]) if gaps else 0.0)
     at, ended_at = 1e9, []
     for report, gap in zip(reports, gaps, strict=True):
-        at += report.seconds + gap
+        at += report.seconds + report.again_s + gap
         ended_at.append(at)
     own = of(reports, ended_at)
     assert sum(own.seconds.values()) == pytest.approx(ended_at[-1] - 1e9, abs=1e-5)
@@ -91,11 +95,19 @@ def test_each_cause_has_its_part(rank, rest, expected):
     assert one(rank, **rest) == pytest.approx(expected)
 
 
-def test_attempts_that_were_made_again_are_lost_whole_and_the_last_one_counts():
-    steps = [a_step(n, [steady(0)], seconds=1.0, pool_attempts=attempt) for n, attempt in enumerate((1, 1, 2, 3, 1))]
-    seconds = of(steps).seconds
+def test_attempts_that_were_made_again_are_lost_whole_and_every_reported_step_counts():
+    """What was discarded is in no report of its own: hooks and the trace have the last attempt."""
+    steps = [(0, 1, 0.0), (1, 1, 0.0), (4, 3, 2.0), (5, 1, 0.0)]  # number, attempts, seconds of those before
+    reports = [a_step(n, [steady(0)], seconds=1.0, pool_attempts=own, again_s=s) for n, own, s in steps]
+    seconds = of(reports).seconds
     assert seconds["again"] == pytest.approx(2.0)
-    assert seconds["useful"] == pytest.approx(3 * 0.85)
+    assert seconds["useful"] == pytest.approx(4 * 0.85)
+    run = run_of(reports)
+    assert run.seconds.tolist() == [1.0, 1.0, 3.0, 1.0]
+    assert not any("lacks" in sentence for sentence in advise(run, numbers_of(run)))
+    without = run_of([reports[0], reports[1], reports[3]])
+    said = advise(without, numbers_of(without))
+    assert any("lacks 50% of its steps (3 of 6), the first of them step 2" in sentence for sentence in said)
 
 
 def test_waiting_and_merging_in_a_step_in_which_members_changed_is_the_change():

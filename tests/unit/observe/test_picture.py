@@ -43,6 +43,10 @@ def members_run(num_steps: int = MANY, left: int = 10, back: int = 25) -> list[S
 
 RUNS = {name: long_one(reports) for name, reports in ODD.items() if name != "no times"}
 RUNS |= {"slow": list(slow_run()), "pulled": list(pulled_run(MANY)), "members": members_run()}
+RUNS["made again"] = [
+    dataclasses.replace(report, again_s=0.4 * (at % 3 == 1), pool_attempts=1 + (at % 3 == 1), network_s=0.04)
+    for at, report in enumerate(members_run())
+]
 RUNS["network"] = [dataclasses.replace(report, network_s=0.04) for report in slow_run()]
 
 
@@ -103,6 +107,22 @@ def test_parts_of_the_picture_are_the_run_s_goodput(name: str) -> None:
         for use, parts in {"useful": ("work", "merge"), **{use: (use,) for use in PARTS if use in seconds}}.items():
             share = sum(of_all[part] for part in parts) / run.num_ranks
             assert share == pytest.approx(seconds[use] / total, abs=1.5 / own.height), use
+
+
+@pytest.mark.parametrize("name", ["members", "made again"])
+def test_parts_of_a_short_run_are_its_goodput_too(name: str) -> None:
+    of_name = RUNS[name][SHORT // 4 : SHORT // 4 + SHORT]  # in which a rank leaves
+    reports = [dataclasses.replace(own, seconds=1.0, network_s=0.32) for own in of_name]  # the merge is what is left
+    run = run_of(reports)
+    own = drawn(run, reports)
+    assert is_short(run)
+    of_all = sum((Counter(areas(own, rank)) for rank in range(run.num_ranks)), Counter[str]())
+    total = math.fsum(run.goodput.seconds.values())
+    for use in ("again", "members", "waiting", "dropped"):
+        expected = run.goodput.seconds[use] / total
+        assert of_all[use] / run.num_ranks == pytest.approx(expected, abs=0.005), use
+    assert of_all["members"] > 0
+    assert (of_all["again"] > 0) == (name == "made again")
 
 
 def test_dropped_work_is_on_the_lane_of_the_rank_that_was_late_and_waiting_on_the_others() -> None:
