@@ -6,7 +6,8 @@ Only ``seconds``, and ``network_s`` with it, are measured by each rank's own clo
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -540,6 +541,16 @@ def in_words(ranks: Collection[int], of: str = "rank") -> str:
     """As in "ranks 1, 2 and 5"; ``of``: what they are."""
     *first, last = map(str, sorted(ranks))
     return f"{of}s {', '.join(first)} and {last}" if first else f"{of} {last}"
+
+
+def told_apart(names: Iterable[str]) -> list[str]:
+    """The names; one that has occurred before gets a number: ``head``, ``head#2``."""
+    seen: Counter[str] = Counter()
+    found = []
+    for name in names:
+        seen[name] += 1
+        found.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return found
 
 
 def finite_or_none(value: Any) -> Any:

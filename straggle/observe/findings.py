@@ -15,7 +15,7 @@ from straggle.links.network_event import TIMES
 from straggle.observe.numbers.link_spells import long_merges
 from straggle.observe.numbers.registry import seconds_shown
 from straggle.observe.numbers.run import Run
-from straggle.observe.numbers.run_numbers import RankInRun, RunNumbers
+from straggle.observe.numbers.run_numbers import RankInRun, RunNumbers, has_data_of
 from straggle.observe.stuck import stuck_sentences
 
 ALWAYS = 0.5  # a rank that is late in at least this share of its steps is persistently slow
@@ -49,6 +49,8 @@ def advise(run: Run, numbers: RunNumbers) -> list[str]:
     return [
         *stuck_sentences(run.stuck),
         *_replicas(run),
+        *_different(run),
+        *_without_store(run),
         *_not_written(run),
         *_bad_numbers(run, numbers),
         *_network(run),
@@ -70,7 +72,7 @@ def headline(run: Run, numbers: RunNumbers) -> str:
     """The run in a sentence: who was slow, what was dropped for not waiting, and what that brought."""
     if run.num_ranks == 1:
         return f"One {run.replicas.row}: there was nobody to wait for."
-    who = "; ".join([_who_was_slow(run, numbers), *_away(run, numbers)])
+    who = "; ".join([_who_was_slow(run, numbers), *_away(run, numbers), *_left_out(run, numbers)])
     if not numbers.with_deadline:
         waited = f" {numbers.wait_share:.0%} of the time was waiting." if numbers.wait_share >= LITTLE else ""
         return f"{_begin(who)}, and all {run.replicas.rows} were waited for.{waited}"
@@ -100,6 +102,12 @@ def _away(run: Run, numbers: RunNumbers) -> Iterator[str]:
         yield f"{_named(run, [rank.rank for rank in away])} were away for a time"
 
 
+def _left_out(run: Run, numbers: RunNumbers) -> Iterator[str]:
+    bad = [rank.rank for rank in numbers.ranks if rank.nonfinite_steps]
+    if bad:
+        yield f"gradients of {_named(run, bad)} were not finite and left out"
+
+
 def _named(run: Run, ranks: list[int]) -> str:
     """As in "ranks 1 and 2", or "12 ranks"."""
     return run.replicas.all_of(ranks) if len(ranks) <= 4 else f"{len(ranks)} {run.replicas.rows}"
@@ -110,6 +118,8 @@ def facts(run: Run, numbers: RunNumbers) -> list[str]:
     return [
         *stuck_sentences(run.stuck),
         *_replicas(run),
+        *_different(run),
+        *_without_store(run),
         *_not_written(run),
         *_bad_numbers(run, numbers),
         *_network(run),
@@ -125,6 +135,28 @@ def _replicas(run: Run) -> Iterator[str]:
     hashes = run.summary.get("parameters_sha256", [])
     if len(set(hashes)) > 1:
         yield "The ranks ended with different parameters. That must not happen: the run is not to be trusted."
+
+
+def _different(run: Run) -> Iterator[str]:
+    if not run.different:
+        return
+    ranks = sorted({rank for _, ranks, _ in run.different for rank in ranks})
+    names = list(dict.fromkeys(name for _, _, names in run.different for name in names))
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    what = f" ({', '.join(names[:3])}{more})" if names else ""
+    yield (
+        f"{_begin(_named(run, ranks))} had other parameters or buffers than most{what}, seen in "
+        f"{len(run.different)} of {run.num_steps} steps, first in step {run.different[0][0]}. That must not happen: "
+        "the run is not to be trusted from there on."
+    )
+
+
+def _without_store(run: Run) -> Iterator[str]:
+    for rank, steps in sorted(run.without_store.items(), key=lambda own: -own[1])[:3]:
+        yield (
+            f"The job's store did not answer {run.replicas.who(rank)} in {_steps(steps, run.num_steps)}: no deadline "
+            "held for it there."
+        )
 
 
 def _not_written(run: Run) -> Iterator[str]:
@@ -221,12 +253,17 @@ def _always_slow(run: Run, numbers: RunNumbers) -> Iterator[str]:
 def _dealt_unequally(run: Run) -> Iterator[str]:
     if not run.config.get("rebalance"):
         return
-    last = run.ranks["weight"][-1]
+    # the last step for which all ranks that were there had data: a row of another has no weight of its own
+    has_data, absent = has_data_of(run), run.ranks["absent"] == 1
+    whole = np.flatnonzero((has_data | absent | np.isnan(run.ranks["absent"])).all(axis=1) & has_data.any(axis=1))
+    if not whole.size:
+        return
+    last = np.where(has_data, run.ranks["weight"], np.nan)[whole[-1]]
     share = last / np.nanmean(last)
     for rank in np.flatnonzero(share <= 1 - BIAS)[:3]:
         yield (
-            f"{_begin(run.replicas.who(rank))} had {share[rank]:.0%} of the mean {run.replicas.row}'s samples in the "
-            "last step, because it is slower. All samples count alike: step.weight is their number."
+            f"{_begin(run.replicas.who(rank))} had {share[rank]:.0%} of the mean {run.replicas.row}'s samples in step "
+            f"{run.step[whole[-1]]:.0f}, because it is slower. All samples count alike: step.weight is their number."
         )
 
 
@@ -341,7 +378,7 @@ def _absent(run: Run, numbers: RunNumbers) -> Iterator[str]:
             why = f"{often}: {reasons[0]}" if reasons else ""
             yield (
                 f"{_begin(run.replicas.who(rank.rank))} was absent in {_steps(rank.absent, run.num_steps)}{why}. The "
-                "others went on without its data."
+                "others went on without it."
             )
 
 

@@ -10,7 +10,6 @@ import logging
 import math
 import threading
 import time
-from collections import Counter as Count
 from queue import SimpleQueue
 from typing import final
 
@@ -40,6 +39,7 @@ from straggle.report import (
     StageReport,
     StepReport,
     StuckReport,
+    told_apart,
 )
 from straggle.version import __version__
 
@@ -301,10 +301,5 @@ class StepMetrics:
 
 
 def stage_labels(plan: StagePlan) -> list[str]:
-    """The names of the stages; if a name occurs twice, the stage's number is added."""
-    seen: Count[str] = Count()
-    labels = []
-    for stage in plan.stages:
-        seen[stage.name] += 1
-        labels.append(stage.name if seen[stage.name] == 1 else f"{stage.name}#{seen[stage.name]}")
-    return labels
+    """The names of the stages, told apart."""
+    return told_apart(stage.name for stage in plan.stages)

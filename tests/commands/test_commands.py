@@ -396,8 +396,8 @@ def test_wrong_key_ends_the_command_with_one_message_and_no_traceback(tmp_path: 
 
 def test_end_of_a_run_says_which_rank_was_dealt_less_and_which_was_cut() -> None:
     shares = mean_shares([(0, (8, 8, 8, 8)), (20, (9, 9, 10, 4))], 80)
-    assert shares == [8.75, 8.75, 9.5, 5.0]
-    late = {"late_steps_per_rank": [0, 9, 0, 4], "stood_in_steps_per_rank": [0, 2, 0, 4], "steps": 80}
+    assert [own.share for own in shares] == [8.75, 8.75, 9.5, 5.0]
+    late = {"late_steps_per_rank": [0, 9, 0, 4], "stood_in_steps_per_rank": [0, 2, 0, 4], "steps_per_rank": [80] * 4}
     first, second, third = deeds({**late, "dropped_share_per_rank": [0.0, 0.06, 0.0, 0.05]}, shares, Replicas())
     assert first.startswith("Dealt less: rank 3 is slow in most steps, so it had 5.0 of 32 that are dealt out")
     assert second.startswith("Cut: rank 1 was late in 9 of 80 steps; it stopped its own pass in 7 of these")

@@ -16,8 +16,8 @@ import numpy as np
 
 from straggle.observe.numbers.goodput import Goodput
 from straggle.observe.numbers.run import Run, run_of
-from straggle.observe.numbers.run_numbers import RankInRun, RunNumbers, numbers_of
-from straggle.report import StepReport
+from straggle.observe.numbers.run_numbers import RankInRun, RunNumbers, has_data_of, numbers_of
+from straggle.report import StepReport, finite_or_none, told_apart
 from straggle.schema import described
 
 Unit: TypeAlias = Literal["seconds", "share", "index", "loss", "count", ""]
@@ -64,9 +64,9 @@ class Number:
     label: str = ""
     stable: bool = False
 
-    def shown(self, value: float) -> str:
-        """For people."""
-        return shown(value, self.unit)
+    def shown(self, value: float | None) -> str:
+        """For people; ``None``: not known, as in a file."""
+        return shown(math.nan if value is None else value, self.unit)
 
     def called(self, row: str = "rank") -> str:
         """Its row in a table."""
@@ -91,8 +91,16 @@ def _of_pool(of: Callable[[RankInRun], float]) -> Callable[[Run, RunNumbers], li
 
 
 def _dropped_of_stages(run: Run, numbers: RunNumbers) -> dict[str, float]:
-    stages = zip(run.stages, numbers.stage_share, strict=True)
-    return {stage.name: 1 - share for stage, share in stages} if run.num_steps > 1 else {}  # planned after the first
+    names = told_apart(stage.name for stage in run.stages)
+    stages = zip(names, numbers.stage_share, strict=True)
+    return {name: 1 - share for name, share in stages} if run.num_steps > 1 else {}  # planned after the first
+
+
+def _mean_weights(run: Run) -> list[float]:
+    """A rank without data, or that was absent, had no weight in that step, whatever its row says."""
+    weight = np.where(has_data_of(run), run.ranks["weight"], 0.0)
+    steps = has_data_of(run).sum(axis=0)
+    return [float(own) for own in np.divide(np.nansum(weight, axis=0), np.where(steps, steps, np.nan))]
 
 
 _ALL = (
@@ -163,7 +171,7 @@ _ALL = (
     Number(
         "weight_per_rank",
         "mean weight of the rank's steps; with `rebalance=by_speed` its samples, or micro-batches",
-        lambda run, _: np.nanmean(run.ranks["weight"], axis=0).tolist(),
+        lambda run, _: _mean_weights(run),
     ),
     Number(
         "depth_bias",
@@ -211,11 +219,17 @@ _ALL = (
     ),
     Number("late", "", lambda _, numbers: numbers.late, "count", "times that a {row} was late"),
     Number("stood_in", "", lambda _, numbers: numbers.stood_in, "count", "times that a {row} was stood in for"),
-    Number("late_steps_per_rank", "steps in which the rank was late", _of_ranks(lambda rank: rank.late), stable=True),
+    Number("steps_per_rank", "steps in which the rank was a member and had data", _of_ranks(lambda rank: rank.steps)),
+    Number("late_steps_per_rank", "of these, late ones", _of_ranks(lambda rank: rank.late), stable=True),
     Number(
         "stood_in_steps_per_rank",
-        "of these, steps in which the stand-in submitted for it",
+        "of these, those that the stand-in submitted",
         _of_ranks(lambda rank: rank.stood_in),
+    ),
+    Number(
+        "nonfinite_steps_per_rank",
+        "steps in which it had gradients that were not finite: they were left out, and are in no `dropped_share`",
+        _of_ranks(lambda rank: rank.nonfinite_steps),
     ),
     Number(
         "absent_steps_per_rank",
@@ -231,7 +245,13 @@ _ALL = (
     Number(
         "not_computed", "", lambda _, numbers: numbers.not_computed, "count", "micro-batches not computed, of all pools"
     ),
-    Number("skipped", "", lambda _, numbers: numbers.skipped, "count", "steps skipped"),
+    Number(
+        "skipped",
+        "steps in which no rank had finite gradients, and nothing was applied",
+        lambda _, numbers: numbers.skipped,
+        "count",
+        "steps skipped",
+    ),
     Number(
         "loss",
         "mean over ranks and the last 20 steps",
@@ -271,7 +291,7 @@ def summarize(
     samples_per_step: int,
     goodput: Goodput | None = None,
 ) -> dict[str, Any]:
-    """The run in numbers, as plain JSON values: `FIELDS`.
+    """The run in numbers, as plain JSON values: `FIELDS`; what is not known is ``None``.
 
     ``scores`` are those on held-out data, ``hashes`` each rank's parameters. ``samples_per_step``: the number of a
     rank's samples in a step of weight 1. ``goodput``: of all the run, if ``reports`` are those since a `resume`.
@@ -279,7 +299,8 @@ def summarize(
     run = run_of(reports)
     run = run if goodput is None else replace(run, goodput=goodput)
     numbers = numbers_of(run)
-    dropped = np.where(run.ranks["absent"] == 1, 0.0, 1 - run.ranks["reach"]) * run.ranks["weight"] * samples_per_step
+    weight = np.where(has_data_of(run), run.ranks["weight"], 0.0)
+    dropped = (1 - run.ranks["reach"]) * weight * samples_per_step
     of_job = {
         "dropped_samples_per_rank": [round(samples) for samples in np.nansum(dropped, axis=0).tolist()],
         **_shadow(reports[run.warmup :]),
@@ -291,7 +312,8 @@ def summarize(
         for name, one in NUMBERS.items()
         if one.of is not None or name in of_job
     }
-    return {name: known[name] for name in FIELDS if name in known}
+    plain: dict[str, Any] = finite_or_none({name: known[name] for name in FIELDS if name in known})
+    return plain
 
 
 def _shadow(reports: Sequence[StepReport]) -> dict[str, float | None]:

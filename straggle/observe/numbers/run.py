@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,12 +42,15 @@ class Run:
     ``ranks`` has the numbers of `RankReport`, flags as 0 and 1 and ``cause`` as an index into `CAUSES`.
     ``ddp_s`` is predicted (`DdpPrediction`). ``stages`` are those of the last step. ``stage_share``,
     shape (stages, ranks), is the mean share of each stage that each rank computed, over the ``num_stage_steps`` last
-    steps, which have this plan. ``seconds`` have those of discarded attempts at a step: with the last one it had
+    steps, which have this plan; ``stage_came``, shape (stages,), is that over all ranks, in the mean step. ``part``,
+    shape (steps, ranks), is what each rank had of a step, over an equal part: 1 but in a step with a pool, and 0 if it
+    was absent or had no data. ``seconds`` have those of discarded attempts at a step: with the last one it had
     ``pool_attempts``. ``pool_parts``: the micro-batches in each step's pool; 0: the ranks did not draw.
     ``dropped``: the share of each step's gradients that did not come in. ``changes`` of the members, and when they
     were in seconds since 1970, are those of ``members.jsonl``; ``stuck`` is what ``stuck.jsonl`` has. If a model is
     sharded, the ranks here are ``replicas``. ``uses``, shape (uses, steps, ranks): seconds of each of `USES`, NaN for a
-    rank that is not in the trace then.
+    rank that is not in the trace then. ``different``: steps in which ranks had other parameters than most, these ranks,
+    and the names of what differed. ``without_store``: by rank, the steps in which the store did not answer it.
     """
 
     name: str
@@ -66,6 +70,8 @@ class Run:
     ranks: Mapping[str, Array]
     stages: tuple[StageReport, ...]
     stage_share: Array
+    stage_came: Array
+    part: Array
     num_stage_steps: int
     fairness: Fairness
     goodput: Goodput
@@ -73,6 +79,8 @@ class Run:
     changes: tuple[tuple[float, MembersReport], ...] = ()
     replicas: Replicas = field(default_factory=Replicas)
     stuck: tuple[StuckReport, ...] = ()
+    different: tuple[tuple[int, tuple[int, ...], tuple[str, ...]], ...] = ()
+    without_store: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def num_steps(self) -> int:
@@ -149,8 +157,12 @@ class _Columns:
         self._plan: tuple[StageReport, ...] = ()
         self._sum: Array = np.zeros((0, 0))
         self._count: Array = np.zeros((0, 0))
+        self._came: Array = np.zeros((0, 2))
+        self._parts: list[Array] = []  # of each step
         self._num_stage_steps = 0
         self._replicas = Replicas()
+        self._different: list[tuple[int, tuple[int, ...], tuple[str, ...]]] = []
+        self._without_store: Counter[int] = Counter()
         self._uses = Uses()
         self._used: list[Array] = []  # of each step
 
@@ -162,8 +174,12 @@ class _Columns:
         times = (report.whole_s, report.network_s, ddp_s, report.deadline_s)
         row = (report.step, *times, loss, report.skipped, report.pool_parts, report.pool_attempts, report.dropped_share)
         self._ranks.append(np.array([list(_values(rank)) for rank in report.ranks], dtype=float).T)
+        self._parts.append(np.array(_parts(report)))
         self._add_stages(report)
         self._replicas.add(report)
+        if report.different_ranks:
+            self._different.append((report.step, report.different_ranks, report.different_tensors))
+        self._without_store.update(report.ranks_without_store)
         self.steps.append(tuple(map(float, row)))
 
     def _add_stages(self, report: StepReport) -> None:
@@ -172,16 +188,19 @@ class _Columns:
         planned = [(stage.name, stage.numel) for stage in self._plan]
         if len(self.steps) == 1 or names != planned or shape != self._sum.shape:  # stages are planned after the first
             self._plan, self._sum, self._count = report.stages, np.zeros(shape), np.zeros(shape)
-            self._num_stage_steps = 0
+            self._came, self._num_stage_steps = np.zeros((len(names), 2)), 0
         self._num_stage_steps += 1
-        unknown = (math.nan,) * len(names)  # of a rank without data or that was absent, too: it had nothing to give
-        given = [
-            unknown if rank.idle or rank.absent or len(rank.stages) != len(names) else rank.stages
-            for rank in report.ranks
-        ]
+        unknown = (math.nan,) * len(names)
+        given = [rank.stages if len(rank.stages) == len(names) else unknown for rank in report.ranks]
         shares = np.array(given, dtype=float).reshape(shape[::-1]).T
-        self._sum += np.nan_to_num(shares)
-        self._count += np.isfinite(shares)
+        part = self._parts[-1] * np.isfinite(shares)
+        self._sum += part * np.nan_to_num(shares)
+        self._count += part
+        came, there = (part * np.nan_to_num(shares)).sum(axis=1), part.sum(axis=1)
+        if report.pool_weight:  # what is lost of a pool, no rank may have
+            there = there.clip(min=_num_with_data(report))
+        known = there > 0
+        self._came[known] += np.stack([came[known] / there[known], np.ones(known.sum())], axis=1)
 
     def run(self, name: str, run_dir: Path, config: Mapping[str, Any], summary: Mapping[str, Any]) -> Run:
         """The complete run."""
@@ -193,7 +212,10 @@ class _Columns:
         uses = np.full((len(USES), len(self.steps), num_ranks), np.nan, dtype=np.float32)
         for number, values in enumerate(self._used):
             uses[:, number, : values.shape[1]] = values
-        share = np.divide(self._sum, self._count, out=np.full_like(self._sum, np.nan), where=self._count > 0)
+        share = _quotient(self._sum, self._count)
+        part = np.zeros((len(self.steps), num_ranks))
+        for number, own in enumerate(self._parts):
+            part[number, : len(own)] = own
         step, seconds, network_s, ddp_s, deadline_s, loss, skipped, pool_parts, pool_attempts, dropped = columns
         of = dict(zip(_FIELDS, ranks, strict=True))
         has_part = (of["idle"] == 0) & (of["absent"] == 0) & np.isfinite(of["reach"])
@@ -215,12 +237,34 @@ class _Columns:
             ranks=of,
             stages=self._plan,
             stage_share=share,
+            stage_came=_quotient(*self._came.T),
+            part=part,
             num_stage_steps=self._num_stage_steps,
             fairness=fairness_of(np.where(has_part, of["weight"], 0.0), of["reach"], share),
             goodput=self._uses.goodput(),
             uses=uses,
             replicas=self._replicas,
+            different=tuple(self._different),
+            without_store=dict(self._without_store),
         )
+
+
+def _num_with_data(report: StepReport) -> int:
+    return sum(not (rank.idle or rank.absent) for rank in report.ranks)
+
+
+def _parts(report: StepReport) -> list[float]:
+    """What each rank had of a step, over an equal part."""
+    has_data = [float(not (rank.idle or rank.absent)) for rank in report.ranks]
+    if not report.pool_weight:
+        return has_data
+    equal = report.pool_weight / max(1, _num_with_data(report))
+    return [own * rank.weight / equal for own, rank in zip(has_data, report.ranks, strict=True)]
+
+
+def _quotient(total: Array, count: Array) -> Array:
+    """NaN for what there is none of."""
+    return np.asarray(np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0))
 
 
 def _of_uses(of_ranks: Sequence[Mapping[str, float]]) -> Array:

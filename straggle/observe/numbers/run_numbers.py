@@ -36,10 +36,10 @@ class RankInRun:
 
     ``absent`` counts the steps in which it was no member: they are in no other number. ``causes`` goes by what a late
     rank was doing, or by why its gradients are missing. ``steps`` are those in which it had data. ``reach`` is the mean
-    share of the gradient elements that it computed in these steps. ``slowness`` is its median compute time, over steps
-    that it finished, divided by the median of the other ranks' medians: 2.0 means that it takes twice as long.
-    ``drawn``: micro-batches that it computed of a step's pool, in the mean (NaN: the ranks did not draw). ``put_back``:
-    those that it had drawn and gave back.
+    share of the gradient elements that it computed in these steps, of what it had drawn if it drew (`Run.part`).
+    ``slowness`` is its median compute time, over steps that it finished, divided by the median of the other ranks'
+    medians: 2.0 means that it takes twice as long. ``drawn``: micro-batches that it computed of a step's pool, in the
+    mean (NaN: the ranks did not draw). ``put_back``: those that it had drawn and gave back.
     """
 
     rank: int
@@ -114,7 +114,7 @@ def _numbers_of(run: Run) -> RunNumbers:
             np.nanmean(np.where(run.ranks["absent"] == 1, np.nan, run.ranks["wait_s"])) / np.nanmean(run.seconds)
         ),
         ranks=tuple(_rank_numbers(run, has_data, *each) for each in enumerate(map(float, _slowness(run)))),
-        stage_share=tuple(map(float, np.nanmean(run.stage_share, axis=1))),
+        stage_share=tuple(map(float, run.stage_came)),
         with_deadline=int(np.isfinite(run.deadline_s).sum()),
         fairness=run.fairness,
         pool_parts=int(run.pool_parts.sum()),
@@ -147,7 +147,7 @@ def _rank_numbers(run: Run, has_data: Flags, rank: int, slowness: float) -> Rank
         late=int(late.sum()),
         stood_in=int((of["stood_in"] == 1).sum()),
         causes=dict(causes.most_common()),
-        reach=float(np.nanmean(of["reach"])),
+        reach=_mean(of["reach"], run.part[with_data, rank]),
         compute_s=float(np.nanmedian(of["compute_s"])),
         wait_s=float(np.nanmean(of["wait_s"])),
         slowness=slowness,
@@ -156,6 +156,13 @@ def _rank_numbers(run: Run, has_data: Flags, rank: int, slowness: float) -> Rank
         drawn=float(np.nanmean(run.ranks["parts"][(run.pool_parts > 0) & (run.ranks["absent"][:, rank] == 0), rank])),
         put_back=int(np.nansum(run.ranks["put_back"][:, rank])),
     )
+
+
+def _mean(values: Array, weights: Array) -> float:
+    """Of those that are known; NaN if they weigh nothing."""
+    weights = np.where(np.isfinite(values), weights, 0.0)
+    total = float(weights.sum())
+    return float((np.nan_to_num(values) * weights).sum()) / total if total > 0 else math.nan
 
 
 def _slowness(run: Run) -> Array:

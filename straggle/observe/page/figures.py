@@ -147,7 +147,7 @@ def contributions(run: Run) -> Chart:
     if size > 1:
         share = np.array([mean_of_known(share[:, at : at + size], axis=1) for at in range(0, num_ranks, size)]).T
     labels = [_ranks_label(at * size, size, num_ranks) for at in range(share.shape[1])]
-    share = np.column_stack([mean_of_known(run.stage_share, axis=1), share])
+    share = np.column_stack([run.stage_came, share])
     row_noun = run.replicas.row
     called = ["all", *(f"{row_noun}{'s' * ('-' in label)} {label}" for label in labels)]
     labels = ["all", *labels]
@@ -174,7 +174,7 @@ def contributions(run: Run) -> Chart:
     )
     figure.update_xaxes(type="category", showgrid=False)
     figure.update_yaxes(autorange="reversed", dtick=1 if num_stages <= 20 else None, showgrid=False)
-    first, last = (float(mean_of_known(run.stage_share[row], axis=0)) for row in (0, -1))
+    first, last = (float(run.stage_came[row]) for row in (0, -1))
     alt = (
         f"Stages by {row_noun}s: {_percent(first)} came in for the first stage of backward, {_percent(last)} for the "
         "last."

@@ -35,18 +35,25 @@ from straggle.report import MembersReport
 
 
 def test_run_ends_with_what_it_gained_over_ddp_and_what_was_dropped_for_it() -> None:
-    numbers = {"step_seconds_mean": 0.18, "ddp_seconds_mean": 0.3, "dropped_share": 0.02}
-    assert result.outcome({**numbers, "dropped_share_per_rank": [0.0, 0.04]}, Replicas()) == (
+    numbers = {"step_seconds_mean": 0.18, "ddp_seconds_mean": 0.3, "dropped_share": 0.02, "skipped": 0}
+    numbers |= {name: [0, 0] for name in ("steps_per_rank", "absent_steps_per_rank", "nonfinite_steps_per_rank")}
+    assert result.outcome({**numbers, "dropped_share_per_rank": [0.0, 0.04]}, Replicas(), 20) == (
         "A step took 0.60 of its time under DDP (180 of 300 ms, means); for that 2.0% of the gradients were dropped "
         "(rank 1: 4.0%)."
     )
-    nothing = result.outcome({**numbers, "dropped_share": 0.0, "dropped_share_per_rank": [0.0, 0.0]}, Replicas())
-    assert nothing.endswith("and no gradient was dropped.")
+    nothing = {**numbers, "dropped_share": 0.0, "dropped_share_per_rank": [0.0, 0.0]}
+    assert result.outcome(nothing, Replicas(), 20).endswith("and no gradient was dropped.")
+    away = {**nothing, "absent_steps_per_rank": [0, 4], "nonfinite_steps_per_rank": [3, 0], "steps_per_rank": [20, 16]}
+    assert result.outcome({**away, "skipped": 1}, Replicas(), 20).endswith(
+        "and no gradient was dropped of ranks that were there; rank 1 was absent in 4 of 20 steps; gradients of rank 0 "
+        "were not finite in 3 of its 20 steps, and left out; 1 of 20 steps changed nothing, as no rank had finite "
+        "gradients."
+    )
 
 
 def test_run_without_data_ends_without_a_share_of_ddp() -> None:
     summary = summarize([a_step(step, [a_rank(0, idle=True), a_rank(1, idle=True)]) for step in range(5)], {}, ["x"], 1)
-    assert result.outcome(summary, Replicas()).startswith("A step took 620 ms in the mean, and no rank had data")
+    assert result.outcome(summary, Replicas(), 5).startswith("A step took 620 ms in the mean, and no rank had data")
 
 
 def test_numbers_shown_are_those_of_the_trace(tmp_path: Path) -> None:
