@@ -301,8 +301,8 @@ class StagedTrainerMixin:
         return step
 
     def _staged_merged(self, record: StepRecord) -> None:
-        self._staged_scalars.add(record.report)
         scalars, awaited = record.report.scalars, record.awaited
+        self._staged_scalars.add(record.report, awaited)
         weighted, weight = (scalars.get(name, math.nan) for name in _LOSS)
         if weight > 0:
             self._staged_merged_loss = weighted / weight

@@ -173,6 +173,9 @@ def _not_written(run: Run) -> Iterator[str]:
 
 def _bad_numbers(run: Run, numbers: RunNumbers) -> Iterator[str]:
     of = run.replicas
+    if run.bad_loss.any():
+        steps = f"{int(run.bad_loss.sum())} of {run.num_steps} steps"
+        yield f"The loss was not finite in {steps}, first in step {run.step[run.bad_loss.argmax()]:.0f}."
     for rank in numbers.ranks:
         if rank.nonfinite_steps:
             yield (

@@ -7,8 +7,9 @@ log_scalars(model, mlflow.log_metrics)
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from torch.utils.hooks import RemovableHandle
@@ -36,7 +37,7 @@ class StepScalars:
     mean over ranks. ``straggle/saved_s``: by how much a step would have been longer under DDP, as
     far as it can be known (`DdpPrediction`). ``straggle/fewest_drawn`` and ``straggle/most_drawn``:
     micro-batches that the rank computed that drew fewest, and most, in steps with a pool (``step.pull``). What
-    ``step.log`` was given has its own name.
+    ``step.log`` was given has its own name; one that is not finite is in its mean.
     """
 
     def __init__(self) -> None:
@@ -44,22 +45,24 @@ class StepScalars:
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._counts: defaultdict[str, int] = defaultdict(int)
 
-    def add(self, report: StepReport) -> None:
-        """One merged step more."""
+    def add(self, report: StepReport, awaited: Collection[str] = ()) -> None:
+        """One merged step more; ``awaited``: scalars that only a device knows so far."""
         present = [rank for rank in report.ranks if not rank.absent]
+        if not present:  # this rank was no member, and knows nothing of the step
+            return
         numbers = {
             "straggle/late_ranks": float(len(report.late_ranks)),
             "straggle/dropped": report.dropped_share,
             "straggle/step_s": report.whole_s,
-            "straggle/waited_s": sum(rank.wait_s for rank in present) / max(1, len(present)),
+            "straggle/waited_s": sum(rank.wait_s for rank in present) / len(present),
             "straggle/saved_s": self._ddp.add(report).seconds - report.whole_s,
             **_drawn(report),
-            **report.scalars,
         }
-        for name, number in numbers.items():
-            if number == number:  # no NaN: nobody knows it in this step
-                self._sums[name] += number
-                self._counts[name] += 1
+        known = {name: number for name, number in numbers.items() if not math.isnan(number)}
+        logged = {name: number for name, number in report.scalars.items() if name not in awaited}
+        for name, number in (known | logged).items():
+            self._sums[name] += number
+            self._counts[name] += 1
 
     def take(self) -> dict[str, float]:
         """The means, by name; those of the steps to come begin again."""
@@ -90,7 +93,7 @@ def log_scalars(
     scalars = StepScalars()
 
     def after(record: StepRecord) -> None:
-        scalars.add(record.report)
+        scalars.add(record.report, record.awaited)
         if (record.step + 1) % every == 0:
             write(scalars.take(), record.step)
 

@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
-from ranks import run_forked, staged
+from ranks import run_forked, run_ranks, staged
 from training import Stopper, features, mlp
 
 from straggle.observe.scalars import StepScalars, log_scalars
@@ -53,6 +53,22 @@ def test_loggers_get_means_since_the_last_time(tmp_path):
     assert {"straggle/late_ranks", "straggle/waited_s", "straggle/saved_s", "loss"} <= set(events.Tags()["scalars"])
     late = events.Scalars("straggle/late_ranks")
     assert [(event.step, event.value) for event in late] == [(1, 0.5), (3, 0.0), (5, 0.0)]
+
+
+def loss_of_one_rank_is_bad(rank):
+    given = []
+    with staged(mlp()) as model:
+        log_scalars(model, lambda scalars, _: given.append(scalars["loss"]), every=2, ranks=(0, 1))
+        for number in range(6):
+            with model.step() as step:
+                step.log(loss=math.nan if rank and number == 3 else number)
+                model(features(rank, number)).square().mean().backward()
+    return given
+
+
+def test_a_loss_that_is_not_finite_reaches_the_logger():
+    for given in run_ranks(loss_of_one_rank_is_bad, 2):
+        assert given == pytest.approx([0.5, math.nan, 4.5], nan_ok=True)
 
 
 def six_steps(model, rank, after_step):

@@ -254,7 +254,7 @@ _ALL = (
     ),
     Number(
         "loss",
-        "mean over ranks and the last 20 steps",
+        "mean over ranks and the last 20 steps; null: one was not finite",
         lambda _, numbers: numbers.loss,
         "loss",
         "training loss, last 20 steps",

@@ -51,6 +51,7 @@ class Run:
     sharded, the ranks here are ``replicas``. ``uses``, shape (uses, steps, ranks): seconds of each of `USES`, NaN for a
     rank that is not in the trace then. ``different``: steps in which ranks had other parameters than most, these ranks,
     and the names of what differed. ``without_store``: by rank, the steps in which the store did not answer it.
+    ``bad_loss``, shape (steps,): whether a loss was logged that is not finite, as far as it is known.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Run:
     stuck: tuple[StuckReport, ...] = ()
     different: tuple[tuple[int, tuple[int, ...], tuple[str, ...]], ...] = ()
     without_store: Mapping[int, int] = field(default_factory=dict)
+    bad_loss: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=bool))
 
     @property
     def num_steps(self) -> int:
@@ -163,6 +165,8 @@ class _Columns:
         self._replicas = Replicas()
         self._different: list[tuple[int, tuple[int, ...], tuple[str, ...]]] = []
         self._without_store: Counter[int] = Counter()
+        self._tells_later = False  # a device what the loop logged: until then it is NaN
+        self._bad_loss: list[bool] = []
         self._uses = Uses()
         self._used: list[Array] = []  # of each step
 
@@ -180,6 +184,8 @@ class _Columns:
         if report.different_ranks:
             self._different.append((report.step, report.different_ranks, report.different_tensors))
         self._without_store.update(report.ranks_without_store)
+        self._tells_later |= report.counts_behind > 0
+        self._bad_loss.append("loss" in report.scalars and not math.isfinite(loss))
         self.steps.append(tuple(map(float, row)))
 
     def _add_stages(self, report: StepReport) -> None:
@@ -246,6 +252,7 @@ class _Columns:
             replicas=self._replicas,
             different=tuple(self._different),
             without_store=dict(self._without_store),
+            bad_loss=np.array(self._bad_loss) & (not self._tells_later),
         )
 
 

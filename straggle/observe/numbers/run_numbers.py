@@ -17,6 +17,7 @@ from straggle.observe.numbers.run import Array, Run
 from straggle.report import CAUSES, Cause
 
 Flags: TypeAlias = NDArray[np.bool_]
+_LAST = 20  # steps, of which the loss is
 _ENOUGH_STEPS = 5  # for a median that means something
 
 
@@ -98,7 +99,6 @@ def numbers_of(run: Run) -> RunNumbers:
 def _numbers_of(run: Run) -> RunNumbers:
     own, ddp = _times(run.seconds[run.warmup :]), _times(run.ddp_s[run.warmup :])
     has_data = has_data_of(run)
-    losses = run.loss[-20:]
     return RunNumbers(
         own=own,
         ddp=ddp,
@@ -109,7 +109,7 @@ def _numbers_of(run: Run) -> RunNumbers:
         rank_steps=int(has_data.sum()),
         stood_in=int(np.nansum(run.ranks["stood_in"])),
         skipped=int(run.skipped.sum()),
-        loss=float(np.nanmean(losses)),
+        loss=math.nan if run.bad_loss[-_LAST:].any() else float(np.nanmean(run.loss[-_LAST:])),
         wait_share=float(
             np.nanmean(np.where(run.ranks["absent"] == 1, np.nan, run.ranks["wait_s"])) / np.nanmean(run.seconds)
         ),
