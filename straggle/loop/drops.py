@@ -15,6 +15,7 @@ from straggle import world
 from straggle.merge.late.replica import Replica
 from straggle.merge.round.round import Round
 from straggle.merge.rows.step_record import StepRecord
+from straggle.merge.rows.table import Table
 from straggle.merge.wire.channel import Channel
 from straggle.policies.what_if.ddp_time import DdpPrediction
 from straggle.report import CAUSE_WORDS, CAUSES, Cause
@@ -170,13 +171,14 @@ class Drops:
 
     def _add_drops(self, record: StepRecord) -> None:
         table, dropped = record.table, False
+        parts = _parts_of_pool(table)
         for rank, row in enumerate(zip(*map(table.column, ("cause", "late", "nonfinite")), strict=True)):
             cause, late, nonfinite = row
             if cause < 0 and not late and not nonfinite:  # which a rank without data always is
                 continue
             dropped |= self._of(rank).add(
                 CAUSES[int(cause)] if cause >= 0 else None,
-                record.reach_of(rank),
+                1.0 - parts[rank] * (1.0 - record.reach_of(rank)),
                 late=bool(late),
                 nonfinite=nonfinite > 0,
                 slowest=record.slowest_ranks[rank] if record.slowest_ranks else -1,
@@ -204,6 +206,15 @@ class Drops:
 
     def _of(self, rank: int) -> RankDrops:
         return self._ranks.setdefault(rank, RankDrops())
+
+
+def _parts_of_pool(table: Table) -> list[float]:
+    """What each rank had of a step, over an equal part: 1 if the ranks did not draw; who drew nothing drops nothing."""
+    if not table.total_weight:
+        return [1.0] * table.num_ranks
+    columns = zip(table.column("idle"), table.column("absent"), strict=True)
+    equal = table.total_weight / max(1, sum(not (idle or absent) for idle, absent in columns))
+    return [weight / equal for weight in table.weight()]
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ whoever computed it; and as each step has its own samples, each sample comes onc
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 import time
 
@@ -129,6 +130,17 @@ def times_of_steps(rank):
         optimizer.zero_grad()
     model.close()
     return seen
+
+
+def test_rank_that_was_stuck_and_had_drawn_nothing_is_not_said_to_have_dropped_gradients(caplog):
+    """Nothing is lost of these steps, and the log, the page and each report say the same."""
+    caplog.set_level(logging.INFO, "straggle")
+    seen, *_ = run_world(times_of_steps, ranks=3, seed=0, faults=[Stall(0, 0.63, 1.5), Stall(1, 2.93, 0.5)]).results
+    reports = [report for _, report in seen]
+    assert any(rank.stood_in and rank.reach == 0 and not rank.weight for report in reports for rank in report.ranks)
+    assert all(report.dropped_share == pytest.approx(0.0) for report in reports)
+    assert [rank.reach for rank in numbers_of(run_of(reports)).ranks] == pytest.approx([1.0] * 3)
+    assert not [record.message for record in caplog.records if "dropped gradients" in record.message]
 
 
 def test_seconds_of_discarded_attempts_are_in_the_report_of_the_step_and_count_as_lost():
