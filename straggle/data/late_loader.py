@@ -25,8 +25,8 @@ class LateLoader(Generic[Batch]):
     step that it missed, so it takes part in none, and its peers wait for it after ``LateHandling.max_lag`` steps. This
     one gives it the same batch again, whose blocks end at once, until it is in time for a step.
 
-    All ranks make as many steps as ``loader`` has batches, or ``num_steps``. ``num_left``: the batches that this rank
-    has not come to in the last iteration, because it missed as many steps; `Epochs` and `DealtLoader`, which
+    All ranks make as many steps as ``loader`` has batches, or ``num_steps``. ``num_left``: the batches of the last
+    iteration with which this rank was in no step, because it missed as many; `Epochs` and `DealtLoader`, which
     need no `LateLoader`, deal them to all ranks. Put what fetches ahead inside of it: ``LateLoader(model, ahead)``.
 
     Raises ``ValueError`` for a loader without a length if ``num_steps`` is not given.
@@ -65,6 +65,7 @@ class LateLoader(Generic[Batch]):
                     return
                 self._in_hand.append(batch)
                 yield batch
+            self.num_left += len(self._again)  # one that it had in hand in the last step, and that came too late for it
         finally:
             self._model.loader_is_over()
             hook.remove()

@@ -1,5 +1,6 @@
 """A rank that loads slowly loads nothing for the steps that it has missed, and takes part in a step after them."""
 
+import math
 from collections import Counter
 from itertools import islice
 
@@ -9,7 +10,8 @@ from ranks import digest, run_forked, staged
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
 from training import Signals, features, mlp
 
-from straggle import DealtLoader, Epochs, FixedDeadline, LateHandling, LateLoader
+from straggle import DealtLoader, Epochs, FixedDeadline, LateHandling, LateLoader, StagedDataParallel
+from straggle.lab.world.run import run_world
 
 ROWS = 2  # of a batch
 FIRST, LAST = 2, 4  # steps that the last rank misses, while it loads
@@ -180,3 +182,47 @@ def steps_twice(rank):
 
 def test_batch_whose_second_step_is_in_time_does_not_come_again():
     assert run_forked(steps_twice, 2) == [list(range(6))] * 2
+
+
+class StuckAt:
+    """Twelve batches, of which one takes so long to load."""
+
+    def __init__(self, number, wait):
+        self._number, self._wait = number, wait
+
+    def __len__(self):
+        return 12
+
+    def __iter__(self):
+        for number in range(12):
+            if number == self._number:
+                self._wait()
+            yield number
+
+
+def left_of(rank, stuck_at, stall_s):
+    """The batches with which this rank was in a step, how many it says that it left, and how many came at all."""
+    layer, counted, given = torch.nn.Linear(4, 2), set(), 0
+    layer.register_forward_pre_hook(lambda *_: rank.work(0.01))
+    model = StagedDataParallel(layer, deadline=FixedDeadline(0.02), late_handling=LateHandling(grace_s=0.0))
+    stuck = StuckAt(stuck_at if rank.number == 2 else None, lambda: rank.work(stall_s))
+    loader = LateLoader(model, stuck)
+    for batch in loader:
+        given += 1
+        with model.step():
+            model(torch.ones(1, 4)).sum().backward()
+        if not math.isnan(model.last_report.ranks[rank.number].compute_s):
+            counted.add(batch)
+    model.close()
+    return counted, loader.num_left, given
+
+
+@pytest.mark.parametrize("stuck_at", range(1, 12))
+@pytest.mark.parametrize("stall_s", [0.05, 5.0])
+def test_batches_that_came_to_no_step_are_counted_wherever_the_rank_was_stuck(stuck_at, stall_s):
+    """Also the one that it has in hand when the last step is over."""
+    run = run_world(lambda rank: left_of(rank, stuck_at, stall_s), ranks=3)
+    for number, (counted, num_left, given) in enumerate(run.results):
+        assert given == 12
+        assert num_left == 12 - len(counted)
+        assert (num_left > 0) == (number == 2)
