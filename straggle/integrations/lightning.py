@@ -123,6 +123,7 @@ class StagedStrategy(DDPStrategy):
         if isinstance(self.model, StagedDataParallel):
             _check_optimizers(self.optimizers)
             self._in_fit.wrapped(trainer, self.model, self._members)
+            self._logged = _Logged()
             self.model.register_step_hook(self._logged.merged)
             self._numbers.begin(self.model)
             if hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
@@ -206,8 +207,10 @@ class StagedStrategy(DDPStrategy):
         model = self.model
         step = model.open_step if isinstance(model, StagedDataParallel) else None
         can_ride = group is None and reduce_op in ("mean", "avg")
-        if step is not None and can_ride and sys._getframe(1).f_code is _LOGS and self._logged.put_off(step, tensor):
-            return tensor
+        if step is not None and can_ride and (caller := sys._getframe(1)).f_code is _LOGS:
+            meta = caller.f_locals["self"].meta
+            if self._logged.put_off(step, f"{meta.fx}.{meta.name}", tensor):
+                return tensor
         return super().reduce(tensor, group, reduce_op) if self._is_shared else tensor
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -284,21 +287,31 @@ class StagedStrategy(DDPStrategy):
 
 
 class _Logged:
-    """Numbers that a training step logs with ``sync_dist``: they ride along with the merge, and are means after it."""
+    """Numbers that a training step logs with ``sync_dist``: they ride along with the merge, and are means after it.
+
+    On a device the mean of a later step: the last one in which the same was logged, as far as it is known.
+    """
 
     def __init__(self) -> None:
         self._put_off: dict[str, Tensor] = {}  # of the last micro-batch of a step, by their names in the merge
+        self._known: dict[str, float] = {}  # the last means, by the same names
+        self._to_come: frozenset[str] = frozenset()  # those that a device has yet to tell
         self._is_last = True
 
     def begin(self, *, is_last: bool) -> None:
         """A micro-batch begins, the last of its step or not."""
         self._put_off, self._is_last = {}, is_last
 
-    def put_off(self, step: Step, value: Tensor) -> bool:
-        """Let it ride along, in its own memory; false if there is no room. Only the last micro-batch's is logged."""
+    def put_off(self, step: Step, key: str, value: Tensor) -> bool:
+        """Let it ride along, in its own memory; false if there is no room. Only the last micro-batch's is logged.
+
+        ``key``: what Lightning calls it. Steps log different numbers, and a device tells them in a later one.
+        """
         if not self._is_last:
             return True
-        name = f"{_LOGGED}{len(self._put_off)}"
+        name = f"{_LOGGED}{key}"
+        while name in self._put_off:  # logged again in this step
+            name += "+"
         is_new = name not in step.scalars and name not in step.on_device
         if value.numel() != 1 or (is_new and len(step.scalars) + len(step.on_device) >= MAX_SCALARS):
             return False
@@ -307,12 +320,15 @@ class _Logged:
         return True
 
     def merged(self, record: StepRecord) -> None:
-        """The step is merged; what only a device knows comes a step later, and is that of the step before."""
-        if not self._put_off:
+        """The step is merged. What only a device knows comes in a later one, which may not log the same."""
+        if not (self._put_off or self._to_come):
             return
-        scalars = record.report.scalars
-        for name in self._put_off.keys() & scalars.keys() - record.awaited:
-            self._put_off[name].fill_(scalars[name])
+        scalars, awaited = record.report.scalars, record.awaited
+        arrived = {name: mean for name, mean in scalars.items() if name.startswith(_LOGGED) and name not in awaited}
+        self._known |= arrived
+        self._to_come = (self._to_come | (awaited & self._put_off.keys())) - arrived.keys()
+        for name in self._put_off.keys() & self._known.keys() & (arrived.keys() | awaited):
+            self._put_off[name].fill_(self._known[name])
         self._put_off = {}
 
 
@@ -325,6 +341,7 @@ class _InFit(Callback):
         self._uneven = False
         self._loaded: Mapping[str, Any] | None = None
         self._known: dict[str, Any] = {}  # the state of the last fit's model
+        self._to_log: list[tuple[Mapping[str, float], int]] = []  # numbers, and the step that Lightning counts
 
     def wrapped(self, trainer: Any, model: StagedDataParallel, members: LightningMembers | None) -> None:
         """A fit begins with this model: log its steps, and go on from a checkpoint."""
@@ -335,7 +352,9 @@ class _InFit(Callback):
             model.load_straggle_state(loaded)
         if members is not None:
             members.wrapped(model, of_data)
-        log_scalars(model, self._log, every=max(1, trainer.log_every_n_steps))
+        # with members rank 0 may be away, and loggers write on the main process alone
+        ranks = (0,) if members is None else tuple(range(model.world_size))
+        log_scalars(model, self._log, every=max(1, trainer.log_every_n_steps), ranks=ranks)
 
     def compare_lengths(self, trainer: Any, device: torch.device) -> None:
         """Find out whether all ranks have as many batches."""
@@ -347,11 +366,19 @@ class _InFit(Callback):
 
     def _log(self, scalars: Mapping[str, float], _step: int) -> None:
         own = {name: value for name, value in scalars.items() if not name.startswith(_LOGGED)}
-        for logger in self._trainer.loggers:
-            logger.log_metrics(own, self._trainer.global_step)
+        self._to_log.append((own, self._trainer.global_step))
+        if self._strategy._members is None:
+            self._give_to_loggers()
+
+    def _give_to_loggers(self) -> None:
+        for own, step in self._to_log:
+            for logger in self._trainer.loggers:
+                logger.log_metrics(own, step)
+        self._to_log.clear()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """After its last batch, take part in the steps of ranks that have more."""
+        self._give_to_loggers()  # those of a step that has changed who is the main process
         if not (self._uneven and trainer.is_last_batch and pl_module.automatic_optimization):
             return
         model = self._strategy.model

@@ -54,7 +54,9 @@ class StagedTrainerMixin:
     - ``average_tokens_across_devices`` is done by the merge, which weights each rank by its tokens, without a
       collective. A late rank counts with the gradients that it computed.
     - The logged loss is the mean over the ranks that finished a micro-batch, weighted in the same way. The numbers of
-      `StepScalars` are logged with it: ranks late, gradients dropped, seconds waited and saved.
+      `StepScalars` are logged with it: ranks late, gradients dropped, seconds waited and saved. On a GPU it is that of
+      the step before; before one is known it is the rank's own, and in the run's mean the last known one stands for
+      the last step's. Three of the eight names of ``step.log`` are taken.
     - Evaluation and saving belong to no step: no rank is late in them, and all ranks wait for each other at their end.
     - A checkpoint has ``straggle_RANK.pt`` of each rank; without it a resumed run begins with an empty history.
     - With ``members`` a run has as many steps as without, and each sample comes once an epoch of the data, which takes
@@ -82,6 +84,8 @@ class StagedTrainerMixin:
         self._staged: StagedDataParallel | None = None
         self._staged_accumulation, self._staged_scalars = Accumulation(), StepScalars()
         self._staged_merged_loss: float | None = None  # mean of the last step of which it is known, over ranks
+        self._staged_own_loss: float | Tensor = 0.0  # this rank's in the last step of which no other is known
+        self._staged_unknown = self._staged_owed = 0  # such steps since the last log, and all that are in no sum
         self._staged_loss: float | Tensor = 0.0  # sum over the open step's micro-batches, weighted
         self._staged_sums_on_host = False  # the base class's sum of losses is there
         self._staged_norm: Tensor | None = None  # of the last step's gradients, if only their device has it
@@ -165,6 +169,7 @@ class StagedTrainerMixin:
         self._staged = wrapped(model, self._staged_options)
         self._staged.register_step_hook(self._staged_merged)
         self._staged_merged_loss = self._staged_norm = self._staged_known_norm = None
+        self._staged_unknown = self._staged_owed = 0
         self._staged.register_forward_pre_hook(ModuleHook(self._staged_before_forward))
         return self._staged
 
@@ -249,7 +254,9 @@ class StagedTrainerMixin:
             step.log(**dict(zip(_LOSS, (mean * weight, weight), strict=True)))
         step.end()
         if self._staged_merged_loss is None:  # a device tells it a step later
-            return self._staged_number(float(mean))
+            self._staged_own_loss = mean
+            self._staged_unknown, self._staged_owed = self._staged_unknown + 1, self._staged_owed + 1
+            return self._staged_number(0.0)
         return self._staged_number(self._staged_merged_loss)
 
     def _staged_number(self, loss: float) -> Tensor:
@@ -324,6 +331,11 @@ class StagedTrainerMixin:
             return
         if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
             self._staged_log_merged(tr_loss, grad_norm, words.get("learning_rate"), args[4] if len(args) > 4 else None)
+        if self.control.should_training_stop and self._staged_merged_loss is not None:
+            # what the last steps' devices have yet to tell stands in for it: the sum has a loss of each step, and is
+            # the same on all ranks
+            self._total_loss_scalar += self._staged_owed * self._staged_merged_loss
+            self._staged_owed = 0
         self._staged_norm = grad_norm if isinstance(grad_norm, Tensor) else None
         if not (self.control.should_evaluate or self.control.should_save):
             return
@@ -332,14 +344,16 @@ class StagedTrainerMixin:
 
     def _staged_log_merged(self, tr_loss: Tensor, grad_norm: Any, learning_rate: float | None, start_time: Any) -> None:
         """Log what the base class logs, which is equal on all ranks already, and the step's scalars."""
-        loss, tr_loss[...] = float(tr_loss), 0.0
-        num_steps = self.state.global_step - self._globalstep_last_logged
+        total, tr_loss[...] = float(tr_loss), 0.0
+        num_known = self.state.global_step - self._globalstep_last_logged - self._staged_unknown
+        loss = total / num_known if num_known > 0 else float(self._staged_own_loss)
+        self._staged_unknown = 0
         rate = self._get_learning_rate() if learning_rate is None else learning_rate  # type: ignore[attr-defined]
         scalars = {name: value for name, value in self._staged_scalars.take().items() if name not in (*_LOSS, _NORM)}
-        logs = {"loss": loss / num_steps, "learning_rate": rate, **scalars}
+        logs = {"loss": loss, "learning_rate": rate, **scalars}
         if grad_norm is not None:
             logs["grad_norm"] = float(grad_norm) if self._staged_known_norm is None else self._staged_known_norm
-        self._total_loss_scalar += loss
+        self._total_loss_scalar += total
         self._globalstep_last_logged = self.state.global_step
         self.log(logs, start_time)  # type: ignore[attr-defined]
 

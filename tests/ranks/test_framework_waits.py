@@ -120,12 +120,16 @@ def test_trainer_reads_nothing_back_and_logs_what_the_cpu_does_a_step_later(word
         assert norms == pytest.approx(expected_norms[:-2])
 
 
-def test_trainer_that_logs_seldom_has_the_mean_over_the_steps_between(tmp_path, run_loaded):
-    each, seldom = (run_loaded(trainer_steps, 2, str(tmp_path), True, {"logging_steps": own}) for own in (1, 4))
-    for (_, _, of_each, mean, _), (_, _, of_four, same, _) in zip(each, seldom, strict=True):
-        losses = [loss for loss, _ in of_each]
-        assert [loss for loss, _ in of_four] == pytest.approx([sum(losses[:4]) / 4, sum(losses[4:]) / 4])
-        assert (mean, same) == pytest.approx((sum(losses) / 8,) * 2)
+def test_trainer_that_logs_seldom_has_the_mean_over_the_steps_that_are_known(tmp_path, run_loaded):
+    """Each step's loss is in it once, and it is the same on all ranks; the last one's is not known by then."""
+    (of_host, *_) = (logs for _, _, logs, _, _ in run_loaded(trainer_steps, 2, str(tmp_path), False, {}))
+    losses, means = [loss for loss, _ in of_host], []
+    for every, windows in ((1, [losses[n : n + 1] for n in range(7)]), (4, [losses[:3], losses[3:7]]), (9, [])):
+        for *_, logs, mean, _ in run_loaded(trainer_steps, 2, str(tmp_path), True, {"logging_steps": every}):
+            logged = [loss for loss, _ in logs][int(every == 1) :]  # of the first step each rank has its own
+            assert logged == pytest.approx([sum(own) / len(own) for own in windows])
+            means.append(mean)
+    assert means == pytest.approx([(sum(losses[:7]) + losses[6]) / 8] * 6)
 
 
 def accelerate_steps(rank, queued, non_blocking):
@@ -177,7 +181,12 @@ def test_accelerate_waits_for_the_copies_of_its_loader_alone_and_not_if_it_is_to
         assert state == on_host[rank][3]
 
 
-def lightning_steps(rank, folder, queued, words):
+def module_of(trainer):
+    return trainer.lightning_module
+
+
+def lightning_steps(rank, folder, queued, words, seldom=False):
+    """Each step's reads, and what it logged; ``seldom``: another number in some steps, too."""
     as_launched(rank)
     warnings.simplefilter("ignore")  # of Lightning: few workers, a small log interval
     import lightning.pytorch as pl
@@ -192,7 +201,8 @@ def lightning_steps(rank, folder, queued, words):
 
         def on_train_batch_end(self, trainer, *_):
             if not trainer.fit_loop._should_accumulate():
-                logged.append(trainer.callback_metrics["loss"].clone())
+                now = trainer.callback_metrics
+                logged.append({name: now[name].clone() for name in module_of(trainer).logged_now})
                 reads.next_step()
 
     class Module(pl.LightningModule):
@@ -200,9 +210,14 @@ def lightning_steps(rank, folder, queued, words):
             super().__init__()
             self.net = Net()
 
-        def training_step(self, batch, _number):
+        def training_step(self, batch, number):
             loss = self.net(**batch)["loss"]
-            self.log("loss", loss, sync_dist=True)
+            of_step = {"loss": loss}
+            if seldom and number // 2 % 3 == 1:  # in some steps, before what is logged in all
+                of_step = {"seldom": 100 + 7 * loss, **of_step}
+            for name, value in of_step.items():
+                self.log(name, value, sync_dist=True)
+            self.logged_now = [*of_step]
             return loss
 
         def configure_optimizers(self):
@@ -232,7 +247,8 @@ def lightning_steps(rank, folder, queued, words):
         loader = torch.utils.data.DataLoader(Pairs(), batch_size=2, collate_fn=collated)
         with reads.mode if queued else nullcontext():
             trainer.fit(module, loader)
-    return reads.of_steps, device.waits if queued else 0, list(map(float, logged)), digest(module.parameters())
+    logged = [{name: float(value) for name, value in of_step.items()} for of_step in logged]
+    return reads.of_steps, device.waits if queued else 0, logged, digest(module.parameters())
 
 
 QUIET = {"logger": False}
@@ -246,6 +262,18 @@ def test_lightning_waits_if_it_gives_numbers_to_a_logger_alone(words, num_reads,
         assert len(reads) == 8
         assert waits == 0
         assert [len(of_step) for of_step in reads[PLANNED:]] == [0, num_reads, 0, 0, 0]
-        assert logged[1:] == pytest.approx(on_host[rank][2][:-1])
-        assert math.isfinite(logged[0])  # this rank's own: there is no merged one so far
+        losses, expected = ([of_step["loss"] for of_step in own] for own in (logged, on_host[rank][2]))
+        assert losses[1:] == pytest.approx(expected[:-1])
+        assert math.isfinite(losses[0])  # this rank's own: there is no merged one so far
         assert state == on_host[rank][3]
+
+
+def test_number_that_lightning_logs_in_some_steps_is_not_taken_for_another(tmp_path, run_loaded):
+    """What a device tells is the mean of the last step in which the same number was logged."""
+    on_host = run_loaded(lightning_steps, 2, str(tmp_path), False, QUIET, True)
+    for rank, (_, waits, logged, _) in enumerate(run_loaded(lightning_steps, 2, str(tmp_path), True, QUIET, True)):
+        assert waits == 0
+        assert sum("seldom" in of_step for of_step in logged) == 3
+        for name in ("loss", "seldom"):
+            own, expected = ([of_step[name] for of_step in of if name in of_step] for of in (logged, on_host[rank][2]))
+            assert own[1:] == pytest.approx(expected[:-1]), name
