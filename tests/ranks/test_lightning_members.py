@@ -141,6 +141,8 @@ def test_rank_that_is_lost_goes_on_in_the_others_step_and_no_sample_is_lost(
     texts = [path.read_text() for path in tmp_path.glob("logs/**/metrics.csv")]
     rows = [row for text in texts for row in csv.DictReader(text.splitlines())]
     assert [float(row["count"]) for row in rows if row.get("val")] == [50.0] * EPOCHS  # each sample once
+    # the numbers of each step, also of those in which rank 0 was away
+    assert sorted(int(row["step"]) for row in rows if row.get("straggle/step_s")) == list(range(last))
 
     # and a run of two ranks goes on from the middle of the second epoch
     saved = min(step for step in steps if steps[step][0] == 1) + 1 + KILLED_IN
