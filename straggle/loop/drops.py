@@ -171,7 +171,7 @@ class Drops:
 
     def _add_drops(self, record: StepRecord) -> None:
         table, dropped = record.table, False
-        parts = _parts_of_pool(table)
+        parts = _parts_of(table)
         for rank, row in enumerate(zip(*map(table.column, ("cause", "late", "nonfinite")), strict=True)):
             cause, late, nonfinite = row
             if cause < 0 and not late and not nonfinite:  # which a rank without data always is
@@ -208,7 +208,7 @@ class Drops:
         return self._ranks.setdefault(rank, RankDrops())
 
 
-def _parts_of_pool(table: Table) -> list[float]:
+def _parts_of(table: Table) -> list[float]:
     """What each rank had of a step, over an equal part: 1 if the ranks did not draw; who drew nothing drops nothing."""
     if not table.total_weight:
         return [1.0] * table.num_ranks
