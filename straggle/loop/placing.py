@@ -126,8 +126,8 @@ class Placing:
                 gradient = view if share.present else None
                 if fill_in.reads_merged and share.present:
                     fill_in.merged(slot.parameter, view)
-            elif (substitute := fill_in.substitute(slot.parameter)) is not None:  # no rank has anything
-                gradient = view.copy_(substitute)
+            elif slot.parameter.requires_grad and (substitute := fill_in.substitute(slot.parameter)) is not None:
+                gradient = view.copy_(substitute)  # no rank has anything
             if index in kept:
                 # in the buffer in any case: by that the next step knows it from what a loop has put there
                 gradient = view.copy_(kept[index]) if gradient is None else gradient.add_(kept[index])

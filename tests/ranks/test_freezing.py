@@ -6,7 +6,7 @@ import pytest
 import torch
 from ranks import digest, logged, run_ranks, staged
 from torch import nn
-from training import Stopper, features, mlp, shared
+from training import Chain, Stopper, features, mlp, shared
 
 import straggle
 from straggle.replay.wing import Recording
@@ -216,6 +216,37 @@ def test_options_of_the_model_change_nothing_of_what_is_trained():
     first, second = run_ranks(with_options, 2, cases, timeout_s=WITHIN_S)
     assert first == second
     assert len(set(first)) == len(scripts)
+
+
+def frozen_and_late(rank, kind, late):
+    """The first layer is frozen before the third step, and in the fourth these ranks reach the last alone."""
+    module = Chain(3)
+    for parameter in module.parameters():
+        nn.init.ones_(parameter)
+    stopper, optimizer = Stopper(module), torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.1)
+    estimator = straggle.OptimizerMomentum(optimizer) if kind == "OptimizerMomentum" else getattr(straggle, kind)()
+    frozen, others = module.layers[0].weight, module.layers[1].weight
+    with staged(module, estimator=estimator) as model:
+        for number in range(4):
+            if number == 2:
+                frozen.requires_grad_(False)
+                before = digest([frozen])
+            with model.step() as step:
+                stopper.arm(step, 1 if number == 3 and rank in late else None)
+                model(float(rank + 1)).backward()
+            seen = frozen.grad, others.grad is not None
+            optimizer.step()
+            optimizer.zero_grad()
+        return *seen, digest([frozen]) == before
+
+
+@pytest.mark.parametrize("late", [(1,), (0, 1)])
+@pytest.mark.parametrize("kind", ["Zero", "LastOwn", "LastMerged", "MovingAverage", "OptimizerMomentum"])
+def test_estimator_fills_in_nothing_for_a_parameter_that_is_frozen(kind, late):
+    for gradient, has_others, is_as_before in run_ranks(frozen_and_late, 2, kind, late):
+        assert gradient is None
+        assert has_others
+        assert is_as_before
 
 
 def reached(rank):

@@ -322,10 +322,11 @@ class Round:
         return self.gradients.shares(self.passes, all_or_nothing=self.terms.all_or_nothing)
 
     def estimate(self, own: Contribution, fill_in: FillIn, slots: Sequence[Slot]) -> Contribution:
-        """Put the estimator's contributions in for what is not in ``own``."""
+        """Put the estimator's contributions in for what is not in ``own``, but for frozen parameters."""
         weights = {}
         for index, share in enumerate(own.computed):
-            if share == 1:
+            # a frozen parameter has no gradient on any rank, and an optimizer steps whatever has one
+            if share == 1 or not slots[index].parameter.requires_grad:
                 continue
             if (estimate := fill_in.missing(slots[index].parameter)) is not None:
                 weights[index] = estimate.weight * (1 - share)
