@@ -324,6 +324,7 @@ class OpenStep(PassWatcher):
             self.stopwatch.enter(self._now.cut_in)
         # before anything is taken: only now it is known which pass came to its end
         self.settle()
+        truncated = truncated or (cut and self._lacks_by_hand())
         try:
             if error is not None and not (only_late or isinstance(error, ToRepeat)):
                 # the source first: what it holds of a pass that was left is not to outlive the step
@@ -506,7 +507,7 @@ class OpenStep(PassWatcher):
         self._merge_waiting()
         assert self.step is not None
         if self._by_hand.beside:
-            self._coordinator.hold_beside(self._by_hand.hand_on())
+            self._hold_beside(self._by_hand.hand_on())
         if learning := self._learner.times is not None:
             self.groups.note_stream()
         now = self._now
@@ -678,9 +679,17 @@ class OpenStep(PassWatcher):
         self._training.passes.check_none_by_hand()
         if self._now.idle or not self._now.rule.accepts(self._now.num_taken):
             return
-        self._coordinator.hold_beside(parts)
+        self._hold_beside(parts)
         if twice := self._coordinator.place(gradients):
             self._by_hand.refuse_twice(twice)
+
+    def _hold_beside(self, gradients: Mapping[int, Tensor]) -> None:
+        if twice := self._coordinator.hold_beside(gradients):
+            self._by_hand.refuse_twice(twice)
+
+    def _lacks_by_hand(self) -> bool:
+        """Whether the loop was cut after its last pass, and before it gave a parameter the gradient that it computes."""
+        return any(self._slots[index].parameter.grad is None for index in self._coordinator.awaited_by_hand())
 
     def _is_whole(self, index: int) -> bool:
         """Whether what the loop has put there in a step that was cut is all of the parameter's gradient.

@@ -1,5 +1,7 @@
 """What a loop does by hand in the block: gradients in ``p.grad`` are merged, or refused by name."""
 
+import contextlib
+
 import pytest
 import torch
 from ranks import digest, run_ranks, staged
@@ -7,6 +9,8 @@ from torch import nn
 from training import Chain, Stopper, features, mlp, warned
 
 import straggle
+from straggle import world
+from straggle.backward import stages
 
 WITHIN_S = 30.0
 NUM_STEPS = 4
@@ -250,6 +254,109 @@ def test_penalty_of_a_parameter_that_passes_do_not_use_is_its_gradient():
     for first, second in run_ranks(of_an_unused_one, 2):
         assert first == [2.0, 15.0]
         assert second == pytest.approx([2.0, (10.0 + 0.5 * 20.0) / 1.5])
+
+
+def cut_after_the_passes(rank, num_microbatches, how):
+    """Rank 1 is late between its last pass and the gradient that the loop gives the other layer."""
+    module = nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in ("used", "other")})
+    module.forward = lambda x: module["used"](x).sum()
+    handling = straggle.LateHandling(grace_s=0.01)
+    with staged(module, stages=["used", "other"], deadline=0.2, late_handling=handling) as model:
+        for number in range(3):
+            with model.step(num_microbatches) as step:
+                for _ in range(num_microbatches):
+                    (model(torch.full((1, 1), 1.0 + rank)) / num_microbatches).backward()
+                if (number, rank) == (2, 1):
+                    world.pause(2.0) if how == "stuck" else step.stop()
+                model(torch.ones(1, 1))
+                module["other"].weight.grad = torch.full((1, 1), 10.0 * (1 + rank))
+            found = [own.grad.item() for own in module.parameters()]
+            module.zero_grad()
+        own = model.last_report.ranks[1]
+        return found, (own.late, own.stood_in, own.stages)
+
+
+@pytest.mark.parametrize("how", ["stopped", "stuck"])
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_gradient_that_a_late_rank_did_not_come_to_give_by_hand_is_missing_and_no_zero(num_microbatches, how):
+    for found, own in run_ranks(cut_after_the_passes, 2, num_microbatches, how):
+        assert found == [1.5, 10.0]
+        assert own == (True, how == "stuck", (1.0, 0.0))
+
+
+def before_and_after(rank, order):
+    """The loop gives one of two layers its gradient: a part before the passes, and the rest after them."""
+    stages.BUCKET_BYTES = 1
+    module = nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in ("used", "other")})
+    module.forward = lambda x: module["used"](x).sum()
+    found = []
+    with staged(module, stages=order) as model:
+        for _ in range(3):
+            with model.step(2):
+                put(module["other"], rank)
+                for _ in range(2):
+                    (model(torch.full((1, 1), 1.0 + rank)) / 2).backward()
+                module["other"].weight.grad = torch.full((1, 1), 100.0 * (1 + rank))
+            found.append([own.grad.item() for own in module.parameters()])
+            module.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("order", [["used", "other"], ["other", "used"]])
+def test_what_is_put_in_place_before_the_passes_and_after_them_adds_up(order):
+    for found in run_ranks(before_and_after, 2, order):
+        assert found == [[1.5, 165.0]] * 3
+
+
+class Constant(straggle.Estimator):
+    def contribution(self, parameter):
+        return straggle.Estimate(torch.full_like(parameter, 100.0), 1.0)
+
+
+def penalty_and_estimate(rank):
+    """Rank 1 is late in the second of two passes, which do not use one of two layers; that has a penalty."""
+    module = nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in ("used", "other")})
+    module.forward = lambda x: module["used"](x).sum()
+    stopper = Stopper(module["used"])
+    with staged(module, estimator=Constant()) as model, model.step(2) as step:
+        put(module["other"], rank)
+        for part in range(2):
+            if (rank, part) == (1, 1):
+                stopper.arm(step, 0)
+            (model(torch.full((1, 1), 1.0 + rank)) / 2).backward()
+    return [own.grad.item() for own in module.parameters()]
+
+
+def test_estimate_is_added_to_the_share_of_a_penalty():
+    for gradients in run_ranks(penalty_and_estimate, 2):
+        assert gradients == [(1 + 1 + 50) / 2, (10 + 10 + 50) / 2]
+
+
+def caught_and_put(rank):
+    """A pass fails when one of two layers has its gradient, and the loop gives both gradients of its own."""
+    module = nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in ("first", "last")})
+    module.forward = lambda x: module["last"](module["first"](x)).sum()
+    fails = [False]
+
+    def fail(_gradient):
+        if fails[0]:
+            raise ArithmeticError
+
+    module["first"].weight.register_hook(fail)
+    with staged(module) as model:
+        for number in range(2):
+            with model.step():
+                fails[0] = (number, rank) == (1, 1)
+                with contextlib.suppress(ArithmeticError):
+                    model(torch.ones(1, 1)).backward()
+                if fails[0]:
+                    put(module, rank)
+
+
+def test_gradient_that_is_put_beside_one_on_its_way_is_refused_after_a_pass_that_failed():
+    _, theirs = run_ranks(caught_and_put, 2, outcomes=True)
+    assert theirs.kind == "RuntimeError"
+    assert "parameter last.weight has a gradient of a backward pass in this step, and another was put" in theirs.message
 
 
 def seen_with_passes(rank):

@@ -300,17 +300,31 @@ class Coordinator:
         stages = [current.parameter_complete(index, at - entered_at) for index, at in complete]
         return any(stages)
 
-    def hold_beside(self, gradients: Mapping[int, Tensor]) -> None:
-        """The loop has put these there by itself before a pass: they count as much as the passes that are in."""
+    def hold_beside(self, gradients: Mapping[int, Tensor]) -> list[int]:
+        """The loop has put these there by itself before a pass: they count as much as the passes that are in.
+
+        None of them if passes have given some of these parameters all of their gradients, which come back then.
+        """
         with self._lock:
-            if (current := self._open_own_round()) is not None:
-                current.hold_beside(gradients)
+            if (current := self._open_own_round()) is None:
+                return []
+            # their buckets may be on their way, and what is added to them now would come to some ranks and not to others
+            if twice := [index for index in gradients if index in current.gradients.complete]:
+                return twice
+            current.hold_beside(gradients)
+            return []
 
     def given_by_hand(self, index: int) -> bool | None:
         """Whether no backward pass gives parameter ``index`` its gradient; ``None``: that is not known so far."""
         with self._lock:
             current = self._open_own_round()
             return None if current is None else current.gradients.given_by_hand(index)
+
+    def awaited_by_hand(self) -> list[int]:
+        """Parameters to which the loop has yet to give gradients by itself, as it did in other steps."""
+        with self._lock:
+            current = self._open_own_round()
+            return [] if current is None else current.gradients.awaited()
 
     def place(self, gradients: Mapping[int, Tensor]) -> list[int]:
         """Merge these gradients of the entire step, which the loop has computed by itself; all of them, or none.
@@ -323,9 +337,8 @@ class Coordinator:
                 return []
             if twice := [index for index in gradients if current.gradients.by_parameter[index]]:
                 return twice
-            current.place(gradients)
             now, entered_at = self.stopwatch.now(), self.training.entered_at or 0.0
-            self._complete(current, [(index, now) for index in gradients], entered_at)
+            self._complete(current, [(index, now) for index in current.place(gradients)], entered_at)
             return []
 
     def leaves_on_device(self, value: Tensor) -> bool:

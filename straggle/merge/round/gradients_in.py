@@ -22,6 +22,15 @@ class Usage:
         self._over = 0  # passes that were over in any step, as a set of bits
         self._all = 0  # those that gave every parameter a gradient
         self._some: dict[int, int] = {}  # for each of the others' parameters
+        self._placed: set[int] = set()  # parameters to which the loop has given gradients by itself
+
+    def place(self, indices: Iterable[int]) -> None:
+        """The loop has computed the gradients of these parameters by itself."""
+        self._placed.update(indices)
+
+    def awaits(self, index: int) -> bool:
+        """Whether the loop gives parameter ``index`` its gradient, after all passes: until then it is no zero."""
+        return index in self._placed and not (self._all or self._some.get(index))
 
     def add_all(self, number: int) -> None:
         """Pass ``number`` is over, and had a gradient for every parameter."""
@@ -96,6 +105,14 @@ class GradientsIn:
             if last != number:
                 self._unused[index] = self._unused.get(index, 0) | 1 << number
 
+    def placed(self, indices: Iterable[int]) -> None:
+        """The loop has given these parameters their gradients of the entire step by itself."""
+        self._usage.place(indices)
+
+    def awaited(self) -> list[int]:
+        """Parameters to which the loop has yet to give gradients, as it did in other steps."""
+        return [index for index, count in enumerate(self.by_parameter) if not count and self._usage.awaits(index)]
+
     def given_by_hand(self, index: int) -> bool | None:
         """Whether no pass gives parameter ``index`` its gradient; ``None``: that is not known so far."""
         return self._usage.by_hand(index)
@@ -128,6 +145,8 @@ class GradientsIn:
         return shares
 
     def _share(self, passes: Passes, index: int, num_in: int) -> float:
+        if not num_in and self._usage.awaits(index):
+            return 0.0
         may = self._usage.passes(index, passes.number)
         zeros = self._unused.get(index, 0) & may
         return passes.share(num_in + zeros.bit_count(), may.bit_count())

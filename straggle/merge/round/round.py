@@ -256,15 +256,21 @@ class Round:
                 self.buffers.accumulate(index, gradient, add=add, weight=weight)
         return [index for index in self.beside if own.computed[index] == 1]
 
-    def place(self, gradients: Mapping[int, Tensor]) -> None:
-        """Take these gradients, each the rank's own of the entire step: the loop computed them, no pass gave them."""
+    def place(self, gradients: Mapping[int, Tensor]) -> list[int]:
+        """Take these gradients, each the rank's own of the entire step: the loop computed them, no pass gave them.
+
+        Those that are complete with them come back: not those to which something `beside` is still to be added.
+        """
         weight, number = self.passes.weight, self.passes.number
         if together := self.buffers.by_few_kernels and bool(gradients):
             self._accumulate_together([(index, own, 0.0) for index, own in gradients.items()], weight)
         for index, gradient in gradients.items():
             if not together:
-                self.buffers.accumulate(index, gradient, add=False, weight=weight, complete=True)
+                complete = index not in self.beside
+                self.buffers.accumulate(index, gradient, add=False, weight=weight, complete=complete)
             self.gradients.by_parameter[index] = number
+        self.gradients.placed(gradients)
+        return [index for index in gradients if index not in self.beside]
 
     def _accumulate_together(self, finished: Sequence[Finished], weight: float) -> None:
         """Put them into the buffers by few kernels, which a device needs; on the CPU that saves nothing."""
@@ -330,8 +336,10 @@ class Round:
                 continue
             if (estimate := fill_in.missing(slots[index].parameter)) is not None:
                 weights[index] = estimate.weight * (1 - share)
-                add, weight = self.gradients.by_parameter[index] > 0, self.passes.weight * weights[index]
-                self.buffers.accumulate(index, estimate.gradient, add=add, weight=weight)
+                add = self.gradients.by_parameter[index] > 0 or (index in self.beside and share > 0)
+                self.buffers.accumulate(
+                    index, estimate.gradient, add=add, weight=self.passes.weight * weights[index]
+                )
         return replace(own, estimated=weights)
 
     def weights(self, own: Contribution) -> Sequence[float]:
