@@ -669,13 +669,14 @@ class OpenStep(PassWatcher):
         Of a rank that was late, or failed, some may be only a part, as that of a penalty: these count as much as the
         passes that are in.
         """
-        if not (gradients := self._now.kept.put_by_loop(self._is_whole if is_cut else lambda _index: True)):
+        if not (gradients := self._now.kept.put_by_loop(self._is_whole if is_cut else None)):
             return
         parts = {index: own for index, own in gradients.items() if is_cut and not self._is_whole(index)}
         gradients = {index: own for index, own in gradients.items() if index not in parts}
         self._by_hand.check_gradients(parts, {})
         self._by_hand.check_gradients(gradients, self._now.kept.gradients)
-        self._coordinator.keep(self._now.kept.mark)
+        if self._now.kept.decided:
+            self._coordinator.keep(self._now.kept.mark)
         self._training.passes.check_none_by_hand()
         if self._now.idle or not self._now.rule.accepts(self._now.num_taken):
             return

@@ -100,21 +100,26 @@ class KeptGradients:
         self._put({index: there.pop(index) for index in self._unseen.keys() & there.keys()})
         return there
 
-    def put_by_loop(self, is_whole: Callable[[int], bool]) -> dict[int, Tensor]:
+    def put_by_loop(self, is_whole: Callable[[int], bool] | None = None) -> dict[int, Tensor]:
         """At the end of the step, take the gradients in ``p.grad`` that the loop, not a backward pass, has put there.
 
         If there was no backward pass and the loop has put or changed any gradient, all gradients present are this
-        rank's own, as they would be without a merge: none is kept. But one that is not whole, because a pass would have
-        added to it, is dropped then.
+        rank's own, as they would be without a merge: none is kept.
+
+        ``is_whole``: the step was cut before its first backward pass. Only what the loop has put there so far is the
+        rank's own then, but for what is not whole, because a pass would have added to it: that is dropped. What is
+        kept of the rest is still to be decided, as the peers do.
         """
         if self.decided:
             return {index: own for index, own in self._take_all().items() if not self._is_unseen_zero(index, own)}
         self.put_back()
         aside = self._take(looks=True)
-        by_loop = {index: own for index, own in self._take_all().items() if is_whole(index)}
+        by_loop = self._take_all()
+        if is_whole is not None:
+            by_loop = {index: own for index, own in by_loop.items() if is_whole(index)}
         self._put(aside)
-        if not by_loop:
-            return {}
+        if not by_loop or is_whole is not None:
+            return by_loop
         copies = {index: gradient.detach().clone() for index, gradient in self._take_all().items()}
         self._settle({})
         return by_loop | copies

@@ -127,6 +127,31 @@ def test_rank_that_is_late_keeps_the_gradients_of_one_optimizer_as_its_peers_do(
     assert said == said_too == []
 
 
+def kept_beside_by_hand(rank, late):
+    """Nothing is zeroed, and the loop gives one of two layers its gradient; a rank is late before its first pass."""
+    module = nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in ("used", "other")})
+    module.forward = lambda x: module["used"](x).sum()
+    other = module["other"].weight
+    with staged(module) as model:
+        found = []
+        for number in range(3):
+            with model.step() as step:
+                other.grad = torch.full((1, 1), 10.0 * (1 + rank))
+                if number == 2 and rank in late:
+                    step.stop()
+                model(torch.full((1, 1), 1.0 + rank)).backward()
+            found.append([own.grad.item() for own in module.parameters()])
+        return found
+
+
+@pytest.mark.parametrize("late", [(0,), (1,), (0, 1)])
+def test_rank_that_is_late_after_it_gave_a_gradient_by_hand_keeps_what_its_peers_keep(late):
+    means = [[sum(1.0 + rank for rank in range(3) if rank not in late) / (3 - len(late))] for late in ((), late)]
+    last = [2 * means[0][0] + means[1][0], 20.0]
+    for found in run_ranks(kept_beside_by_hand, 3, late):
+        assert found == [[2.0, 20.0], [4.0, 20.0], last]
+
+
 def test_rank_that_cannot_tell_what_its_peers_kept_says_so():
     said = run_ranks(two_networks, 2, 1)[1][1]  # it was never in a step in which one optimizer alone zeroed
     assert len(said) == 1
