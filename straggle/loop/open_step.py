@@ -95,6 +95,7 @@ class OpenStep(PassWatcher):
         self._complete_microbatches = coordinator.deadline.late_handling.granularity == "microbatch"
         self._device_clock = rank.device_clock
         self._last_kept: tuple[int, tuple[int, ...]] = (NONE, ())  # as the peers, and as this rank, decided last
+        self._usual_forward = 1, 1  # forward passes in the last step that was not cut, and its backward passes
         self.groups = GradientChunks(self._slots)
         self._waiting = coordinator.waiting
         self._on_thread = _on_thread.steps
@@ -648,10 +649,13 @@ class OpenStep(PassWatcher):
     def _give_state(self, *, truncated: bool) -> Given:
         """What this rank gives of the module's other state: its forward passes may have come to their end."""
         assert self.step is not None
-        num_passes = max(self._now.num_forward, self.pass_number + 1)
-        most = self._training.passes.num_submitted  # fewer than in `Step` if some were given back
-        finished = not self._now.in_forward and (num_passes >= most or not truncated)
-        return self._state.give(finished=finished, forward_ran=self._now.num_forward > 0)
+        num_forward, most = self._now.num_forward, self._training.passes.num_submitted  # fewer if some were given back
+        if num_forward and self.num_over and not (truncated or self.failed):
+            self._usual_forward = num_forward, self.num_over
+        of_whole_step, num_passes = self._usual_forward
+        all_ran = num_forward * num_passes >= most * of_whole_step or self.pass_number + 1 >= most
+        finished = not self._now.in_forward and (all_ran or not truncated)
+        return self._state.give(finished=finished, forward_ran=num_forward > 0)
 
     def _take_by_hand(self, *, is_cut: bool) -> None:
         """Take gradients that the loop has put in place; peers learn of what is refused."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ranks import digest, logged, run_forked, staged
+from ranks import digest, logged, run_forked, run_ranks, staged
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import Chain, Stopper, features, mlp
@@ -245,6 +245,46 @@ def two_losses(rank):
 
 def test_statistics_of_one_forward_pass_with_two_losses_are_merged():
     assert run_forked(two_losses, 2) == [(1, 1.0)] * 2
+
+
+class Called(nn.Module):
+    """Two layers, and how often the module was called."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.last(self.first(x)).sum()
+
+
+def called(rank, num_microbatches, num_calls, at_once, after):
+    """Each pass goes through several calls of the model; rank 1 is stopped after so many gradients of its second step.
+
+    ``at_once``: all calls of the step come before its first backward pass.
+    """
+    module = Called()
+    stopper = Stopper(module)
+    with staged(module) as model:
+        for number in range(2):
+            with model.step(num_microbatches) as step:
+                stopper.arm(step, after if (rank, number) == (1, 1) else None)
+                losses = (sum(model(torch.ones(1, 1)) for _ in range(num_calls)) for _ in range(num_microbatches))
+                for loss in list(losses) if at_once else losses:
+                    loss.backward()
+        return module.calls.item(), model.last_report.ranks[1].late
+
+
+@pytest.mark.parametrize("after", [1, 3])
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize(("num_microbatches", "num_calls"), [(1, 2), (2, 1), (2, 2), (3, 2)])
+def test_statistics_of_a_rank_count_if_all_of_its_forward_passes_came_to_their_end(
+    num_microbatches, num_calls, at_once, after
+):
+    results = run_ranks(called, 2, num_microbatches, num_calls, at_once, after)
+    assert results == [(2 * num_microbatches * num_calls, after < 2 * num_microbatches)] * 2
 
 
 def stop_in_shared_weights(_rank, number):
