@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from members import Board, run_forked_job
-from ranks import digest, staged
+from ranks import digest, logged, staged
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from training import features, mlp
 
 from straggle import Elastic, Epochs, LateLoader
+from straggle.lab.world.run import run_world
 
 NUM_RANKS, SLOW, ROWS, NUM_SAMPLES = 4, 1, 4, 400_000
 SLOW_S, USUAL_S = 0.25, 0.03  # of a step, at least
@@ -95,3 +97,44 @@ def test_member_that_is_slow_for_good_is_put_out_and_let_in_again_when_it_is_fas
     without = [seconds for seconds, absent in steps if absent == (SLOW,)]
     tens = [sum(without[first : first + 10]) for first in range(len(without) - 9)]
     assert min(tens) < 0.8 * SLOW_S * 10  # and only because nobody waits for it can ten of these be
+
+
+class Counting(nn.Module):
+    """It counts its forward passes in a buffer that is averaged, and in one that is sent if it changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(4), nn.Linear(4, 2)
+        self.register_buffer("large", torch.zeros(2**16 + 1))
+
+    def forward(self, x):
+        self.large[0] += 1
+        return self.layer(self.norm(x))
+
+    @property
+    def counts(self):
+        return self.norm.num_batches_tracked.item(), self.large[0].item()
+
+
+def test_steps_that_a_rank_makes_alone_while_it_is_out_leave_its_buffers_as_they_were_without_a_word():
+    seen = {rank: [] for rank in range(3)}
+
+    def loop(rank):
+        module = Counting()
+        module.layer.register_forward_hook(lambda *_: rank.work(0.3 if rank.number == SLOW else 0.01))
+        with staged(module, members=Elastic(min_ranks=1)) as model:
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+            model.register_state(optimizer=optimizer)
+            while len(seen[rank.number]) < 66:
+                with model.step():
+                    model(features(rank.number, 0)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                seen[rank.number].append((model.last_report.ranks[rank.number].absent, module.counts))
+
+    with logged("straggle.merge.state.module_state") as said:
+        run_world(loop, ranks=3, seed=0)
+    first = [absent for absent, _ in seen[SLOW]].index(True)
+    assert seen[0][-1][-1] == seen[2][-1][-1] == (66, 66.0)
+    assert {counts for _, counts in seen[SLOW][first:]} == {(first, float(first))}
+    assert said == []
