@@ -693,7 +693,7 @@ class OpenStep(PassWatcher):
             self._by_hand.refuse_twice(twice)
 
     def _lacks_by_hand(self) -> bool:
-        """Whether the loop was cut after its last pass, and before it gave a parameter the gradient that it computes."""
+        """Whether the loop was cut between its passes and the gradient that it gives a parameter by itself."""
         return any(self._slots[index].parameter.grad is None for index in self._coordinator.awaited_by_hand())
 
     def _is_whole(self, index: int) -> bool:

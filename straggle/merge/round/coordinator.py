@@ -308,7 +308,7 @@ class Coordinator:
         with self._lock:
             if (current := self._open_own_round()) is None:
                 return []
-            # their buckets may be on their way, and what is added to them now would come to some ranks and not to others
+            # their buckets may be on their way: what is added to them now would come to some ranks and not to others
             if twice := [index for index in gradients if index in current.gradients.complete]:
                 return twice
             current.hold_beside(gradients)

@@ -337,9 +337,7 @@ class Round:
             if (estimate := fill_in.missing(slots[index].parameter)) is not None:
                 weights[index] = estimate.weight * (1 - share)
                 add = self.gradients.by_parameter[index] > 0 or (index in self.beside and share > 0)
-                self.buffers.accumulate(
-                    index, estimate.gradient, add=add, weight=self.passes.weight * weights[index]
-                )
+                self.buffers.accumulate(index, estimate.gradient, add=add, weight=self.passes.weight * weights[index])
         return replace(own, estimated=weights)
 
     def weights(self, own: Contribution) -> Sequence[float]:
