@@ -272,8 +272,8 @@ MERGE = [
     Fault(
         "estimate-unweighted",
         "merge/round/round.py",
-        "self.gradients.by_parameter[index] > 0, self.passes.weight * weights[index]",
-        "self.gradients.by_parameter[index] > 0, weights[index]",
+        "estimate.gradient, add=add, weight=self.passes.weight * weights[index]",
+        "estimate.gradient, add=add, weight=weights[index]",
     ),
     Fault("part-unweighted", "merge/round/round.py", "Share(weight * weights[index], ", "Share(weights[index], "),
     Fault(
