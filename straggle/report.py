@@ -348,6 +348,15 @@ class StepReport:
         return 1.0 - sum(known) / len(known) if known else math.nan if reached else 0.0
 
     @property
+    def parts(self) -> tuple[float, ...]:
+        """What each rank had of the step, over an equal part: 1, or if they drew by what it drew; 0 without data."""
+        has_data = [float(not (rank.idle or rank.absent)) for rank in self.ranks]
+        if not self.pool_weight:
+            return tuple(has_data)
+        equal = self.pool_weight / max(1.0, sum(has_data))
+        return tuple(own * rank.weight / equal for own, rank in zip(has_data, self.ranks, strict=True))
+
+    @property
     def whole_s(self) -> float:
         """Seconds from the end of the step before, with those of the attempts that were discarded."""
         return self.seconds + self.again_s

@@ -42,9 +42,10 @@ COUNTERS = {own.name: own.text for own in _DECLARED if own.kind == "counter"} | 
     "healing_seconds": "Seconds from when this rank was let in until it had the state of its peers.",
     "healing_bytes": "Bytes of the state that this rank took from its peers.",
     "ping_bytes": "Bytes that this rank has sent to measure links.",
-    "gradient_elements": "Gradient elements that this rank would have contributed if it had never been late.",
+    "gradient_elements": "Gradient elements that this rank would have contributed if it had never been late; of a pool "
+    "what it had drawn.",
     "gradient_elements_dropped": "Gradient elements of this rank that did not come in time.",
-    "stage_contributions": "Sum over steps of the share of the stage that this rank computed.",
+    "stage_contributions": "Sum over steps of the share of the stage that this rank computed; 1 if it had no data.",
     "estimates": "Steps in which an estimate was used in the stage.",
     "merged_bytes": "Bytes of gradients that this rank has merged.",
     "samples": "Samples times the share of their gradients that came in time; only with samples_per_step, the "

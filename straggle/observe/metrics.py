@@ -181,8 +181,9 @@ class StepMetrics:
         if record.plan is not self._plan:
             self._use(record.plan)
         self._count_times(report, own)
-        self._count_gradients(record.plan, own)
-        self._count_stages(report.stages, own)
+        part = report.parts[self._rank]
+        self._count_gradients(record.plan, own, part)
+        self._count_stages(report.stages, own, part)
         self._series.add(report)
         self._series.add(own)
         if self._model.measures_links:
@@ -258,17 +259,16 @@ class StepMetrics:
         for what in LABELS["link_slow"][1]:
             self._of("link_slow", what).set(what in slow)
 
-    def _count_gradients(self, plan: StagePlan, own: RankReport) -> None:
+    def _count_gradients(self, plan: StagePlan, own: RankReport, part: float) -> None:
         self._of("merged_bytes").inc(sum(stage.nbytes for stage in plan.stages))
-        if not own.idle:
-            self._of("gradient_elements").inc(plan.numel)
-            self._of("gradient_elements_dropped").inc(max(0.0, 1.0 - own.reach) * plan.numel)
+        self._of("gradient_elements").inc(part * plan.numel)
+        self._of("gradient_elements_dropped").inc(max(0.0, part * (1.0 - own.reach)) * plan.numel)
         if self._samples_per_step is not None:
             self._of("samples").inc(own.reach * own.weight * self._samples_per_step)
 
-    def _count_stages(self, stages: tuple[StageReport, ...], own: RankReport) -> None:
+    def _count_stages(self, stages: tuple[StageReport, ...], own: RankReport, part: float) -> None:
         for label, stage, share in zip(self._stages, stages, own.stages, strict=True):
-            self._of("stage_contributions", label).inc(share)
+            self._of("stage_contributions", label).inc(max(0.0, 1.0 - part * (1.0 - share)))
             self._of("estimates", label).inc(stage.estimated)
 
     def _use(self, plan: StagePlan) -> None:

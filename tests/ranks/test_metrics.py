@@ -28,11 +28,14 @@ from queued_device import queued_device
 from ranks import die, run_command, run_forked, run_ranks, staged
 from repository import ROOT
 from training import TINY, Chain, Signals, Stopper, features, mlp, random_stops
+from whole_steps import LAYER_S, Net, loss_of, samples_of
 
 from straggle import Deadline, Elastic, FixedDeadline, LastMerged, LateHandling, Merge, NextDeadline, StagedDataParallel
 from straggle.backward.stages import Stage, StagePlan
 from straggle.commands.configuration.config import load
 from straggle.commands.configuration.schema import ConfigurationError
+from straggle.lab.world.faults import Stall
+from straggle.lab.world.run import run_world
 from straggle.observe.metrics import MetricsExporter, stage_labels
 from straggle.observe.metrics_endpoint import Endpoint, Security, Targets
 from straggle.observe.numbers.goodput import Uses
@@ -172,6 +175,53 @@ def test_counters_are_the_sums_of_the_reports_on_every_rank():
                 (stage,): pytest.approx(value) for stage, value in zip(names, column, strict=True)
             }
     assert sum(report.ranks[1].nonfinite for report in reports) > 0
+
+
+def with_its_reports(rank, kind):
+    """The metrics and reports of a rank that is stuck, has no more data, or has drawn nothing."""
+    module, reports = Net(lambda: rank.work(LAYER_S)), []
+    model = StagedDataParallel(module, links=False, deadline=0.1)
+    exporter = MetricsExporter(model, port=None)
+    model.register_step_hook(lambda record: reports.append(record.report))
+    number_of_batches = 24 - 8 * (kind == "join" and rank.number == 1)
+    for number in model.join(range(number_of_batches)):
+        with model.step() as step:
+            own = samples_of(number)
+            for numbers in step.pull(own) if kind == "pool" else own[rank.number : rank.number + 1]:
+                loss_of(model, numbers).backward()
+        module.zero_grad()
+    model.close()
+    exporter.close()
+    return generate_latest(exporter.registry).decode(), reports
+
+
+@pytest.mark.parametrize("kind", ["own batches", "join", "pool"])
+@pytest.mark.parametrize("for_s", [0.0, 0.6])
+def test_what_dashboards_call_dropped_is_what_reports_do(kind, for_s):
+    """A rank without data, or that had drawn nothing as it was stuck, has dropped nothing, in no stage."""
+    faults = [Stall(0, 0.3, for_s)] if for_s else []
+    world = run_world(lambda own: with_its_reports(own, kind), ranks=3, faults=faults)
+    had_nothing = 0
+    for rank, (text, reports) in enumerate(world.results):
+        parts = []
+        for report in reports:
+            own, num_there = report.ranks[rank], sum(not one.idle for one in report.ranks)
+            equal = report.pool_weight / num_there if report.pool_weight else own.weight
+            parts.append(0.0 if own.idle else own.weight / equal)
+            had_nothing += not parts[-1] and not own.reach
+        (elements,), (dropped,) = (
+            values(text, f"straggle_gradient_elements{name}_total").values() for name in ("", "_dropped")
+        )
+        gave = sum(part * report.ranks[rank].reach for part, report in zip(parts, reports, strict=True))
+        assert dropped / elements == pytest.approx(1 - gave / sum(parts), abs=1e-6)
+        for stage, came in enumerate(values(text, "straggle_stage_contributions_total").values()):
+            # counted since they are planned, after the first
+            pairs = zip(parts[1:], reports[1:], strict=True)
+            missing = sum(part * (1 - report.ranks[rank].stages[stage]) for part, report in pairs)
+            assert len(reports) - 1 - came == pytest.approx(missing, abs=1e-5)
+            assert not missing or (for_s and rank == 0)
+    assert (had_nothing > 0) == (kind == "join" or (kind == "pool" and for_s > 0))
+    assert not for_s or any(own.stood_in for report in reports for own in report.ranks)
 
 
 def count_drawn(rank, num_steps):

@@ -178,7 +178,7 @@ class _Columns:
         times = (report.whole_s, report.network_s, ddp_s, report.deadline_s)
         row = (report.step, *times, loss, report.skipped, report.pool_parts, report.pool_attempts, report.dropped_share)
         self._ranks.append(np.array([list(_values(rank)) for rank in report.ranks], dtype=float).T)
-        self._parts.append(np.array(_parts(report)))
+        self._parts.append(np.array(report.parts))
         self._add_stages(report)
         self._replicas.add(report)
         if report.different_ranks:
@@ -258,15 +258,6 @@ class _Columns:
 
 def _num_with_data(report: StepReport) -> int:
     return sum(not (rank.idle or rank.absent) for rank in report.ranks)
-
-
-def _parts(report: StepReport) -> list[float]:
-    """What each rank had of a step, over an equal part."""
-    has_data = [float(not (rank.idle or rank.absent)) for rank in report.ranks]
-    if not report.pool_weight:
-        return has_data
-    equal = report.pool_weight / max(1, _num_with_data(report))
-    return [own * rank.weight / equal for own, rank in zip(has_data, report.ranks, strict=True)]
 
 
 def _quotient(total: Array, count: Array) -> Array:
