@@ -256,8 +256,8 @@ class StagedDataParallel(nn.Module):
         are in. In that case it waits for their state and loads it into all objects. Raises ``TypeError`` for an object
         without ``state_dict``, ``ValueError`` if the members do not let this rank in.
 
-        Of two models in a loop each has a number of its own, and needs a deadline: while this rank waits for the
-        second's state, its peers wait for it in the first.
+        Of several models in a loop, call it first for the one whose step comes first: a new process waits for the state
+        of that alone, and those of the others come in the loop, before this rank gives anything in any of them.
         """
         self._before_first_step("register_state")
         begin_scalers(objects.values(), self._source.slots[0].device)

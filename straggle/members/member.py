@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from straggle.members.away import Away
+from straggle.members.healed.beside import Beside
 from straggle.members.healed.newcomers import Backlog, LetsIn
 from straggle.members.healed.state_wire import StateRoom
 from straggle.members.notice import Notice
@@ -38,10 +39,10 @@ class Member:
     It has three kinds of callers. The thread of `Regrouping` calls `freeze`, `telemetry_of`, `regroup`, `put_out` and
     `end`; `healing.py` calls the methods after them; all of these take the lock. The methods at the end are called by
     the coordinator and its parts, which hold the lock. ``is_back`` and ``_awaits_state`` are set by the training
-    thread alone.
+    thread alone. ``number``: that of the model among those of its process, the same on all ranks.
     """
 
-    def __init__(self, rank: RankParts, membership: Membership) -> None:
+    def __init__(self, rank: RankParts, membership: Membership, number: int) -> None:
         self._rank = rank
         self._lock = rank.merging.lock
         self._membership = membership
@@ -61,6 +62,7 @@ class Member:
         self._healing: frozenset[int] = frozenset()  # members that wait for their state
         self._notes = RoundNotes()
         self._last_telemetry = torch.empty(0)  # of the last merged step, for a member that lacks it
+        self.beside = Beside(number, rank.training, self)
         self.agreed_in = -1  # the last step that all ranks of this rank's replica have merged
 
     @property
@@ -295,6 +297,24 @@ class Member:
             own_s = {"deadline_s": deadline_s, "shadow_s": shadow_s, "after_quorum_s": deadline.after_quorum_s}
             merged.correct(merged.record.as_decided(**own_s, **vars(deadline.usual_cost)))
 
+    def begin_at(self, step: int) -> None:
+        """The training thread is out, and begins with this step as if it had gone through those before."""
+        self.beside.lack()
+        with self._lock:
+            self._rank.training.restore(step)
+
+    def wait_for_others(self) -> None:
+        """Give nothing until this process has the states of its other models."""
+        with self._lock:
+            if not (self.is_out or self._rank.stand_in.gives_nothing):
+                self._backlog.healed(self._rank.training.step)
+                self._rank.stand_in.give_nothing(True)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no step of this model is made here any more."""
+        return self.is_closed or self._rank.stand_in.error is not None
+
     def probe(self) -> None:
         """The training thread goes through the step that it is about to enter, though nothing of it is merged."""
         with self._lock:
@@ -488,8 +508,12 @@ class Member:
         return len(self._rank.ring) - int(self._rank.training.taking) >= max_lag
 
     def _end_healing_if_caught_up(self) -> None:
-        """End healing if it has taken the steps merged meanwhile; until then it gives nothing and nobody waits."""
-        if self._backlog.is_caught_up(self._rank.training.step, self._rank.merging.step, self._rank.lag):
+        """End healing if it has taken the steps merged meanwhile; until then it gives nothing and nobody waits.
+
+        Nor before this process has the states of all models: gradients through another one would be of none.
+        """
+        rank = self._rank
+        if not self.beside.lack_state() and self._backlog.is_caught_up(rank.training.step, rank.merging.step, rank.lag):
             self._end_healing()
 
     def _end_healing(self) -> None:

@@ -49,7 +49,7 @@ class Members(Wing):
 
     def __init__(self, rank: RankParts, channel: ElasticChannel) -> None:
         self.channel, self._rank = channel, rank
-        self.member = Member(rank, channel.membership)
+        self.member = Member(rank, channel.membership, channel.number)
         self.completion = MembersCompletion(rank, self.member)
         self.departure = self.member.notice
         self.comes_late = channel.comes_late
@@ -131,6 +131,8 @@ class Members(Wing):
         order, seconds = self.channel.plan()
         self._begin_with_plan(list(map(int, order)), seconds)
         self._coordinator.make_spare()
+        if (step := self.member.beside.begins_at) is not None:
+            self.member.begin_at(step)
         self.regrouping.start()
         self.regrouping.ask()
 
@@ -160,6 +162,7 @@ class Members(Wing):
         self._rank.stand_in.know(False)
         if self.comes_late:
             self._come_late()
+        self.member.beside.entered()
         own_s = self._probes.came()
         if self.channel.membership.inside.size == 1:  # the others of a replica cannot know in which pass it raised
             self.regrouping.ask_anew()

@@ -88,6 +88,8 @@ class Healing:
             self._give(step)
         else:
             self._make_room()
+        if self._rank.merging.takes_part_from > step:
+            self._member.beside.lack()
         until(lambda: self._may_enter(step), every_s=_LOOK_S)
         self._member.goes_on()
 
@@ -116,6 +118,8 @@ class Healing:
         """
         member, following = self._member, self._coordinator.training.step
         is_long = NowAndThen(math.inf, after_s=_SAY_S)
+        if self._rank.merging.takes_part_from >= following:
+            member.beside.lack()
 
         def may_end() -> bool:
             takes_part = self._rank.merging.takes_part_from < following
@@ -144,7 +148,12 @@ class Healing:
         return step < self._membership.detector.furthest_step
 
     def take_first(self) -> None:
-        """Wait for the state before the first step of a rank that comes to a running job, and go on from it."""
+        """Wait for the state before the first step of a rank that comes to a running job, and go on from it.
+
+        If another model of this process has its state, this one's comes when the loop is as far.
+        """
+        if self._member.beside.lacks_state:
+            return
         began_at, heard = world.monotonic(), Heard(self._channel.patience.silent_s, world.monotonic)
         asks = NowAndThen(_ASK_S, after_s=self._channel.patience.give_up_s)
         self._member.waits_for_state()
@@ -165,6 +174,7 @@ class Healing:
         arrival = until(arrived, every_s=_LOOK_S)
         assert arrival is not None
         assert arrival.state is not None
+        self._member.beside.is_first(arrival.state["others"])
         self._take(arrival, arrival.state, loaders_too=True)
         self._member.goes_on()
 
@@ -276,6 +286,7 @@ class Healing:
             records = [rank.ring[number].record for number in sorted(rank.ring) if number >= rank.training.step]
             return {
                 **of_model,
+                "others": self._member.beside.steps(),
                 "history": deadline.history.tensors(),
                 "decided": deadline.decided,
                 # of steps that are merged before the newcomer knows any deadline
@@ -341,6 +352,7 @@ class Healing:
                 value.load_state_dict(own)
         # last: from here on this rank's gradients may count, and all of its state is to be in place
         history = History.from_tensors(state["history"])
+        self._member.beside.has_state()
         self._member.healed(view.step, history, state["decided"], state["decided_before"])
         if not self._member.is_out:
             _log.warning(

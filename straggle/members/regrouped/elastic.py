@@ -63,6 +63,7 @@ class ElasticChannel(Channel):
     Gradients go over gloo, or over nccl if the job's process group is one of nccl and has no gloo for ``kind``, the
     type of device that they are on; all else goes over gloo.
 
+    ``number``: that of the model among those of its process, the same on all ranks.
     ``comes_late``: the job has begun without this rank. ``of_replica``: the ranks that are a member together, if that
     is not one rank; then this is the channel of those that have the same shard of all members.
     """
@@ -95,7 +96,8 @@ class ElasticChannel(Channel):
                 "members=Elastic() needs a gloo process group, or one of nccl if a rank alone has a copy of the model: "
                 'write dist.init_process_group("gloo"), or leave members out'
             )
-        corner = f"straggle/elastic/{next(_models.here)}"
+        self.number = next(_models.here)
+        corner = f"straggle/elastic/{self.number}"
         inside, incarnation = self._take_place()
         store = default_store()
         check_answers(store, self.give_up_s)
