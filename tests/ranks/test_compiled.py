@@ -1,6 +1,6 @@
 """A model that is compiled as a whole: no stage of it can be cut, and a late rank leaves between two micro-batches."""
 
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -111,32 +111,44 @@ def own_frames():
     return {code.co_name for code in of_straggle if not code.co_name.startswith("torch_dynamo_resume_in_forward")}
 
 
-def run_ways(rank, stops, granularity="stage"):
+def run_ways(rank, stops, granularity):
     return {way: run_steps(rank, way, stops, granularity) for way in WAYS}
+
+
+BEFORE_A_MICROBATCH = [None, None, (2, 0), None, (0, 0), None]
+AT_A_GRADIENT = [(1, 1), None]
+
+
+@cache
+def ran(granularity):
+    """What both ranks have of all ways, in which each of them has compiled for seconds."""
+    return run_forked(run_ways, 2, BEFORE_A_MICROBATCH + AT_A_GRADIENT, granularity)
 
 
 @pytest.mark.parametrize("granularity", ["stage", "microbatch"])
 def test_a_late_rank_of_a_compiled_model_leaves_before_its_next_micro_batch_and_merges_what_an_eager_one_does(
     granularity,
 ):
-    stops = [None, None, (2, 0), None, (0, 0), None]  # before a micro-batch
-    first, second = run_forked(run_ways, 2, stops, granularity)
+    first, second = ran(granularity)
+    steps = len(BEFORE_A_MICROBATCH)
+    eager, *_ = second["eager"]
     for way, (left, num_graphs, frames, end) in second.items():
-        assert [step[:2] for step in left] == [(4, 4), (4, 4), (3, 2), (4, 4), (1, 0), (4, 4)], way
-        assert [step[2] for step in left] == [[{1.0}, {share}] for share in (1.0, 1.0, 0.5, 1.0, 0.0, 1.0)], way
-        torch.testing.assert_close([step[3:] for step in left], [step[3:] for step in second["eager"][0]])
+        assert [step[:2] for step in left[:steps]] == [(4, 4), (4, 4), (3, 2), (4, 4), (1, 0), (4, 4)], way
+        assert [step[2] for step in left[:steps]] == [[{1.0}, {share}] for share in (1.0, 1.0, 0.5, 1.0, 0.0, 1.0)], way
+        torch.testing.assert_close([step[3:] for step in left[:steps]], [step[3:] for step in eager[:steps]])
         assert first[way][3] == end, way
         assert num_graphs == WAYS[way][3], way
         assert frames <= (set() if way.startswith("module") else {"forward"}), way
 
 
 def test_gradients_that_come_at_once_all_count_if_the_rank_is_late_at_the_first_of_them():
-    first, second = run_forked(run_ways, 2, [None, (1, 1), None])
+    first, second = ran("stage")
     for way, (left, _, _, end) in second.items():
-        begun, ended, weights, *_ = left[1]
+        cut, last = left[-2:]
+        begun, ended, weights, *_ = cut
         assert (begun, ended) == ((2, 1) if way == "eager" else (3, 2)), way
         assert way == "eager" or weights == [{1.0}, {0.5}], way
-        assert left[2][:3] == (4, 4, [{1.0}, {1.0}]), way
+        assert last[:3] == (4, 4, [{1.0}, {1.0}]), way
         assert first[way][3] == end, way
 
 
