@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from members import Board, run_forked_job
+from members import Board, run_forked_job, run_job
 from ranks import digest, logged, staged
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -73,9 +73,13 @@ def train(rank, board: Board, place, way):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("place", "way"), [("layers", "plain"), ("data", "LateLoader"), ("data", "Epochs")])
-def test_member_that_is_slow_for_good_is_put_out_and_let_in_again_when_it_is_fast(place, way):
-    with run_forked_job(NUM_RANKS, train, place, way) as job:
+@pytest.mark.parametrize(
+    ("run", "place", "way"),
+    [(run_forked_job, "layers", "plain"), (run_job, "data", "LateLoader"), (run_job, "data", "Epochs")],
+    ids=["processes", "world-LateLoader", "world-Epochs"],
+)
+def test_member_that_is_slow_for_good_is_put_out_and_let_in_again_when_it_is_fast(run, place, way):
+    with run(NUM_RANKS, train, place, way) as job:
         job.wait(lambda: f"rank {SLOW} is no member from generation 1 on" in job.log(), "it is put out", 90)
         why = re.search(r"is no member from generation 1 on: (.*)", job.log())[1]
         words = {"layers": "in forward", "data": "loading data"}[place]
