@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from straggle import Merge
 
-NUM_STEPS, RANKS = 20, range(4)
+NUM_STEPS, RANKS = 10, range(4)
 CLIP_AT = 0.05
 
 
@@ -122,7 +122,7 @@ def against_whole(
 
     both = pair(make, **options)
     with staged(both.net, mesh=both.mesh["dp_replicate"], merge=Merge(nonfinite="keep")) as model:
-        train_ours(rank, model, passes, clips, early)
+        train_ours(rank, model, passes, clips, early, fused=not early)  # of shards, a quarter of a step's time less
     trained(both.plain, torch.optim.AdamW(both.plain.parameters(), lr=0.01), whole_step, clips)
     return both.gap()
 
@@ -155,7 +155,7 @@ def by_chunks(rank: int) -> float:
                 model(chunk).square().mean().div(3).backward()
 
     with staged(both.net, mesh=both.mesh["dp_replicate"]) as model:
-        ours, theirs = (torch.optim.AdamW(one.parameters(), lr=0.01) for one in (model, both.plain))
+        ours, theirs = (torch.optim.AdamW(one.parameters(), lr=0.01, fused=True) for one in (model, both.plain))
         for number in range(NUM_STEPS):
             loss = torch.ones((), requires_grad=True)
             loss.register_hook(partial(again, batch(number, rank)))
@@ -198,4 +198,4 @@ def gaps() -> list[dict[str, float]]:
 @pytest.mark.slow  # for the seconds of all cases, which come with the first
 @pytest.mark.parametrize("case", CASES)
 def test_nobody_late_is_as_the_whole_model_or_as_hsdp(gaps: list[dict[str, float]], case: str) -> None:
-    assert max(of_rank[case] for of_rank in gaps) < 2e-6
+    assert max(of_rank[case] for of_rank in gaps) < 5e-7

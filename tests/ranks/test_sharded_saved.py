@@ -27,7 +27,7 @@ def train(rank: int, size: int, replicas: int, folder: str, from_step: int, to_s
     """Some steps, from the checkpoint and to it if there is one; the parameters as a whole."""
     both = pair(replicas=replicas, shards=size // replicas)
     with staged(both.net, mesh=both.mesh["dp_replicate"]) as model:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
         if from_step:
             load(model, optimizer, folder)
         for number in range(from_step, to_step):
@@ -77,7 +77,7 @@ def of_the_command(rank: int, size: int, replicas: int, folder: Path, saves: boo
     """Steps before the command's checkpoint, or after it; the parameters as a whole, and how many are remembered."""
     both = pair(replicas=replicas, shards=size // replicas)
     with staged(both.net, mesh=both.mesh["dp_replicate"], estimator=MovingAverage()) as model:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
         if saves:
             steps(model, optimizer, rank, size, range(SAVED_AT))
             Checkpoint(folder).save(SAVED_AT, model, optimizer)
@@ -106,7 +106,7 @@ def loading(rank: int, folder: Path, sharded: bool) -> None:
     else:
         net, options = Blocks(), {}
     with staged(net, estimator=MovingAverage(), **options) as model:
-        Checkpoint(folder).load(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        Checkpoint(folder).load(model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=True))
 
 
 def test_checkpoint_that_is_damaged_or_of_another_kind_of_model_is_refused(tmp_path: Path) -> None:

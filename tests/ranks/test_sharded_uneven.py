@@ -33,7 +33,7 @@ def uneven(rank: int, numbers: list[int], passes: int, epochs: int) -> tuple[flo
     alone = torch.optim.AdamW(both.plain.parameters(), lr=0.01)
     steps = 0
     with staged(both.net, mesh=both.mesh["dp_replicate"]) as model:
-        optimizer = torch.optim.AdamW(both.net.parameters(), lr=0.01)
+        optimizer = torch.optim.AdamW(both.net.parameters(), lr=0.01, fused=True)
         for _ in range(epochs):
             loader = model.join(batches_of(rank, numbers[rank // SHARDS]))
             for first in loader:

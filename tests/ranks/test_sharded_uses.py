@@ -79,7 +79,7 @@ def train(
 ) -> float:
     """The largest difference to the whole model that sees the data of all ranks, but for the step that was left."""
     with staged(both.net, mesh=both.mesh["dp_replicate"]) as model:
-        optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01, eps=1e-4) for one in (model, both.plain)]
+        optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01, eps=1e-4, fused=True) for one in (model, both.plain)]
         for number in range(NUM_STEPS):
             if number == unfrozen_from:
                 unfreeze(both, rank)

@@ -51,7 +51,7 @@ def train(
         members=straggle.Elastic(min_ranks),
         merge=straggle.Merge(check_every=1),
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     first = step = model.register_state(optimizer=optimizer)
     changes: list[straggle.MembersReport] = []
     model.register_members_hook(changes.append)

@@ -75,7 +75,7 @@ def loss_of(model: nn.Module, numbers: list[int]) -> Tensor:
 
 
 def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(module.parameters(), lr=0.01)
+    return torch.optim.AdamW(module.parameters(), lr=0.01, fused=True)  # of shards, dozens of times as fast
 
 
 def train(
