@@ -7,8 +7,10 @@ them are known numbers, so what the merge gives is known for each parameter: the
 from __future__ import annotations
 
 import contextlib
+import math
 import random
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,22 +31,27 @@ class OwnError(Exception):
 
 @dataclass(frozen=True)
 class DrawnLoop:
-    """One loop of a few steps. ``cut``: ranks that are cut in the last one, as ``how`` and ``at`` say.
+    """One loop of a few steps. ``cut``: ranks that are cut in step `cut_in`, as ``how`` and ``at`` say.
 
-    ``uses``: for each layer the backward passes in which it has a gradient. ``penalized``: layers to whose gradient the
-    loop adds before the passes. ``by_hand``: those whose gradient it computes after them. ``frozen``: from the second
-    step on. ``num_calls``: of the model for one backward pass. ``at``: "before a pass" and its number, "in a pass", its
-    number and the number of gradients from there on with which it happens, or "after the passes".
+    ``uses``: for each layer the backward passes in which it has a gradient. ``apart``: ranks, and layers that these do
+    not use. ``penalized``: layers to whose gradient the loop adds before the passes. ``by_hand``: those whose gradient
+    it computes after them. ``frozen``: from the second step on. ``bad``: ranks, and layers whose gradient is NaN in the
+    step of the cut. ``num_calls``: of the model for one backward pass. ``looks``: before its passes, the loop goes
+    through the model by ``torch.autograd.grad``. ``at``: "before a pass" and its number, "in a pass", its number and
+    the number of gradients from there on with which it happens, or "after the passes".
     """
 
     ranks: int
     num_passes: int
     order: tuple[int, ...]  # in which the forward pass uses the layers; backward finishes the last one first
     uses: tuple[frozenset[int], ...]
+    apart: frozenset[tuple[int, int]]
     by_hand: frozenset[int]
     penalized: frozenset[int]
     frozen: frozenset[int]
+    bad: frozenset[tuple[int, int]]
     num_calls: int
+    looks: bool
     weighs: bool
     keeps: bool  # gradients are zeroed in every other step only
     in_block: bool  # the optimizer steps there
@@ -57,8 +64,16 @@ class DrawnLoop:
     at: tuple[Any, ...]
 
     @property
+    def cut_in(self) -> int:
+        return 3 if self.keeps else 2
+
+    @property
     def num_steps(self) -> int:
-        return 4 if self.keeps else 3
+        """A rank that was stuck may be late in the step after that, too."""
+        return self.cut_in + (1 if self.how == "stuck" else 2)
+
+    def uses_of(self, rank: int, layer: int) -> frozenset[int]:
+        return frozenset() if (rank, layer) in self.apart else self.uses[layer]
 
     def weight_of(self, rank: int) -> float:
         return 1.0 + rank if self.weighs else 1.0
@@ -83,18 +98,24 @@ def draw(seed: int) -> DrawnLoop:
     if how != "error":
         places += [("before a pass", first), ("after the passes",)]
     most = 1 if how == "stuck" else pick([1, 1, ranks])
+    apart = {(rank, i) for rank in range(ranks) for i in order[2:] if uses[i] and chance.random() < 0.3}
+    bad = {(rank, i) for rank in range(ranks) for i in used if chance.random() < pick([0.1, 0.1, 0.7])}
+    in_block = pick([False, False, True])
     return DrawnLoop(
         ranks,
         num_passes,
         order,
         uses,
+        frozenset(pick([apart, set(), set()])),
         by_hand,
         penalized=pick([some(0.3, by_hand if num_passes == 1 else frozenset()), frozenset()]),
         frozen=pick([some(0.3, by_hand, frozenset(order[:2])), frozenset(), frozenset()]),
+        bad=frozenset(set() if in_block else pick([bad, set(), set(), set()])),
         num_calls=pick([1, 1, 2]),
+        looks=pick([False, False, True]),
         weighs=pick([False, True]),
         keeps=keeps,
-        in_block=pick([False, False, True]),
+        in_block=in_block,
         in_buckets=pick([False, True]),
         stages=pick([None, NUM_LAYERS, 2]),
         granularity=pick(["stage", "stage", "stage", "step", "microbatch"]),
@@ -182,7 +203,7 @@ class Trigger:
 
 @dataclass
 class Merged:
-    """What a rank had after the last step: for each layer its gradient, and what the optimizer made of it."""
+    """What a rank had after a step: for each layer its gradient, and what the optimizer made of it."""
 
     gradients: list[float | None]
     before: list[float | None]  # the gradients that there were
@@ -191,8 +212,9 @@ class Merged:
     late: list[bool]
 
 
-def train(rank: int, loop: DrawnLoop) -> Merged:
-    """One rank's loop."""
+def train(rank: int, loop: DrawnLoop) -> list[Merged]:
+    """One rank's loop: the step in which ranks are cut, and the one after it."""
+    found = list[Merged]()
     if loop.in_buckets:
         stages.BUCKET_BYTES = 1
     net = Net()
@@ -206,11 +228,12 @@ def train(rank: int, loop: DrawnLoop) -> Merged:
                 for index in loop.frozen:
                     net.weights[index].requires_grad_(False)
             before, were, called = _gradients_of(net), [own.mean().item() for own in net.weights], net.calls.item()
-            happens = number == loop.num_steps - 1 and rank in loop.cut
+            happens = number == loop.cut_in and rank in loop.cut
             with model.step(loop.num_passes, **{"optimizer": optimizer} if loop.in_block else {}) as trigger.step:
                 if loop.weighs:
                     trigger.step.weight = loop.weight_of(rank)
                 _passes(rank, number, loop, model, net, trigger if happens else None)
+                trigger.arm(0)  # there were not so many gradients
                 for index in loop.by_hand:
                     own = net.weights[index]
                     own.grad = torch.full_like(own, by_hand_of(rank, number))
@@ -220,9 +243,10 @@ def train(rank: int, loop: DrawnLoop) -> Merged:
             moved = [then - own.mean().item() for then, own in zip(were, net.weights, strict=True)]
             if (number + 1) % (2 if loop.keeps else 1) == 0:
                 net.zero_grad()
-        assert model.last_report is not None
-        late = [own.late for own in model.last_report.ranks]
-    return Merged(gradients, before, moved, [int(called), int(net.calls.item())], late)
+            assert model.last_report is not None
+            late = [own.late for own in model.last_report.ranks]
+            found.append(Merged(gradients, before, moved, [int(called), int(net.calls.item())], late))
+    return found[loop.cut_in :]
 
 
 def _passes(rank: int, number: int, loop: DrawnLoop, model: Any, net: Net, trigger: Trigger | None) -> None:
@@ -232,12 +256,14 @@ def _passes(rank: int, number: int, loop: DrawnLoop, model: Any, net: Net, trigg
         if own.requires_grad:
             penalty = torch.full_like(own, penalty_of(rank, number))
             own.grad = penalty if own.grad is None else own.grad + penalty
+    if loop.looks:
+        torch.autograd.grad(model([(index, 1.0) for index in loop.order[:2]]), net.weights[loop.order[0]])
     for part in range(loop.num_passes):
         if trigger is not None and place == "before a pass" and at == [part]:
             trigger.happen()
         if trigger is not None and place == "in a pass" and at[0] == part:
             trigger.arm(at[1])
-        used = [index for index in loop.order if part in loop.uses[index]]
+        used = [index for index in loop.order if part in loop.uses_of(rank, index)]
         factors = [(i, gradient_of(loop, rank, number, part, i) / loop.num_calls) for i in used]
         with contextlib.suppress(OwnError):
             sum(model(factors) for _ in range(loop.num_calls)).backward()
@@ -258,6 +284,8 @@ def _gradients_of(net: Net) -> list[float | None]:
 
 def gradient_of(loop: DrawnLoop, rank: int, step: int, part: int, layer: int) -> float:
     """That of one backward pass."""
+    if (rank, layer) in loop.bad and step == loop.cut_in and part == min(loop.uses[layer]):
+        return math.nan
     return (1 + (7 * rank + 5 * step + 3 * part + 11 * layer) % 13) / loop.num_passes
 
 
@@ -271,7 +299,7 @@ def by_hand_of(rank: int, step: int) -> float:
 
 @dataclass
 class Given:
-    """What a rank gave in the last step: of each layer the passes that are in, and whether what the loop computes is.
+    """What a rank gave in the step of the cut: of each layer the passes that are in, and whether what is by hand is.
 
     ``is_cut``: something is missing. ``estimates``: and filled in.
     """
@@ -285,7 +313,7 @@ class Given:
 def given_by(loop: DrawnLoop, rank: int) -> Given:
     """By the rules: a stopped rank gives what was finished, as does the stand-in of one that is stuck."""
     place, *at = loop.at
-    wanted = [set[int]() if index in loop.frozen else {*own} for index, own in enumerate(loop.uses)]
+    wanted = [set[int]() if index in loop.frozen else {*loop.uses_of(rank, index)} for index in range(NUM_LAYERS)]
     whole, fills = Given(wanted, by_hand=True), loop.estimates and loop.how != "stuck"
     if rank not in loop.cut:
         return whole
@@ -312,10 +340,10 @@ def given_by(loop: DrawnLoop, rank: int) -> Given:
             there = [own for own in sequence if own[0] <= last]
         else:
             there += rest[: with_gradient - (loop.how == "stuck")]
-        # who has all of its gradients is not stopped any more
-        if loop.how == "stopped" and len(there) == loop.num_passes * NUM_LAYERS:
-            return whole
     passes = [{part for part, index in there if index == own} for own in range(NUM_LAYERS)]
+    by_penalty = loop.penalized - loop.frozen if loop.num_passes == 1 and loop.how == "stopped" else frozenset[int]()
+    if passes == wanted and all(own or index in by_penalty for index, own in enumerate(wanted)):
+        return whole
     # of several passes it is not known how many are in what the loop has computed
     return Given(passes, loop.how == "error" and loop.num_passes == 1, is_cut=True, estimates=fills)
 
@@ -323,30 +351,53 @@ def given_by(loop: DrawnLoop, rank: int) -> Given:
 UNKNOWN = object()
 
 
-def expected(loop: DrawnLoop, layer: int) -> Any:
+@dataclass
+class Part:
+    """What a rank gave of a layer: a ``gradient`` with a ``share`` of the rank's weight; ``None``: it is not known."""
+
+    share: float | None
+    gradient: float = 0.0
+
+
+def part_of(loop: DrawnLoop, rank: int, layer: int, step: int) -> Part:
+    """Of one rank in a step."""
+    given, frozen = given_by(loop, rank), layer in loop.frozen
+    if given.is_cut and loop.granularity == "step":
+        return Part(0.0)
+    penalty = penalty_of(rank, step) if layer in loop.penalized and not frozen else 0.0
+    if layer in loop.by_hand:
+        return Part(1.0, by_hand_of(rank, step) + penalty) if given.by_hand else Part(0.0)
+    wanted = frozenset() if frozen else loop.uses_of(rank, layer)
+    if not wanted and given.is_cut:
+        return Part(0.0) if frozen else Part(None)  # whether a pass would have used it
+    share = len(given.passes[layer]) / len(wanted) if wanted else 1.0
+    gradients = [gradient_of(loop, rank, step, part, layer) for part in given.passes[layer]]
+    return Part(share, sum(gradients) + share * penalty)
+
+
+def changes_nothing(loop: DrawnLoop, step: int) -> bool:
+    """Whether each rank has a gradient that is not finite, or gave nothing."""
+    parts = [[part_of(loop, rank, layer, step) for layer in range(NUM_LAYERS)] for rank in range(loop.ranks)]
+    bad = [any(math.isnan(own.gradient) for own in of_rank) for of_rank in parts]
+    return any(bad) and all(
+        is_bad or not any(own.share for own in of_rank) for is_bad, of_rank in zip(bad, parts, strict=True)
+    )
+
+
+def expected(loop: DrawnLoop, layer: int, step: int) -> Any:
     """The merged gradient of a layer without what was kept; ``None``: there is none."""
     total = weights = 0.0
-    step, is_there, frozen = loop.num_steps - 1, False, layer in loop.frozen
+    is_there = False
     for rank in range(loop.ranks):
-        given, own_weight = given_by(loop, rank), loop.weight_of(rank)
-        share, gradient = 1.0, 0.0
-        if given.is_cut and loop.granularity == "step":
-            share = 0.0
-        elif layer in loop.by_hand:
-            share = float(given.by_hand)
-        elif wanted := set() if frozen else loop.uses[layer]:
-            share = len(given.passes[layer]) / len(wanted)
-        elif given.is_cut and not frozen:
-            return UNKNOWN  # whether a pass would have used it
-        if share and layer in loop.by_hand:
-            gradient = by_hand_of(rank, step) + penalty_of(rank, step) * (layer in loop.penalized)
-        elif share:
-            gradient = sum(gradient_of(loop, rank, step, part, layer) for part in given.passes[layer])
-            gradient += share * penalty_of(rank, step) * (layer in loop.penalized and not frozen)
-        is_there |= gradient != 0
-        total, weights = total + own_weight * gradient, weights + own_weight * share
-        if given.estimates and not frozen and share < 1:
-            filled_in = own_weight * FILLED_IN_WEIGHT * (1 - share)
+        part, own_weight = part_of(loop, rank, layer, step), loop.weight_of(rank)
+        if part.share is None:
+            return UNKNOWN
+        if math.isnan(part.gradient):  # with what was filled in for the rest of it
+            continue
+        total, weights = total + own_weight * part.gradient, weights + own_weight * part.share
+        is_there |= part.gradient != 0
+        if given_by(loop, rank).estimates and layer not in loop.frozen and part.share < 1:
+            filled_in = own_weight * FILLED_IN_WEIGHT * (1 - part.share)
             total, weights, is_there = total + filled_in * FILLED_IN, weights + filled_in, True
     return total / weights if is_there else None
 
@@ -362,27 +413,35 @@ def gives_calls(loop: DrawnLoop, rank: int) -> bool:
     return place == "after the passes" or (in_last and loop.granularity != "microbatch")
 
 
-def problems_of(loop: DrawnLoop, ranks: list[Merged]) -> list[str]:
+def problems_of(loop: DrawnLoop, ranks: list[list[Merged]]) -> list[str]:
     """What is otherwise than it is to be."""
-    found, first = [], ranks[0]
+    found, uncut = list[str](), replace(loop, cut=frozenset(), bad=frozenset())
+    for number, of_ranks in enumerate(zip(*ranks, strict=True)):
+        step = loop.cut_in + number
+        found += [f"step {step}: {what}" for what in _problems_in(uncut if number else loop, step, of_ranks)]
+    return found
+
+
+def _problems_in(loop: DrawnLoop, step: int, ranks: Sequence[Merged]) -> Iterator[str]:
+    first = ranks[0]
     if any(own.gradients != first.gradients or own.moved != first.moved for own in ranks):
-        found.append(f"replicas differ: {[(own.gradients, own.moved) for own in ranks]}")
-    calls = loop.num_passes * loop.num_calls * any(gives_calls(loop, rank) for rank in range(loop.ranks))
+        yield f"replicas differ: {[(own.gradients, own.moved) for own in ranks]}"
+    calls = loop.num_passes * loop.num_calls + loop.looks
+    calls *= any(gives_calls(loop, rank) for rank in range(loop.ranks))
     if [own.calls for own in ranks] != [[first.calls[0], first.calls[0] + calls]] * loop.ranks:
-        found.append(f"the model was called {[own.calls for own in ranks]} times, and {calls} in this step")
+        yield f"the model was called {[own.calls for own in ranks]} times, and {calls} in this step"
+    nothing = changes_nothing(loop, step)
     for layer, (gradient, before, moved) in enumerate(zip(first.gradients, first.before, first.moved, strict=True)):
         is_kept = loop.keeps and before is not None
         if abs(moved - (gradient or 0.0)) > 1e-3 * max(1.0, abs(moved)):
-            found.append(f"layer {layer} has the gradient {gradient}, and was moved by {moved}")
+            yield f"layer {layer} has the gradient {gradient}, and was moved by {moved}"
         if is_kept and layer in loop.penalized:  # then it is the rank's own, with what was there
             continue
-        own = expected(loop, layer)
+        own = None if nothing else expected(loop, layer, step)
         if own is UNKNOWN:
             continue
         wanted = own if not is_kept else (own or 0.0) + before
         if (gradient is None) != (wanted is None) or (gradient and abs(gradient - wanted) > 1e-4 * abs(wanted)):
-            found.append(f"layer {layer} has the gradient {gradient}, and not {wanted}")
-    whole = [rank for rank in range(loop.ranks) if rank not in loop.cut]
-    if late := [rank for rank in whole if first.late[rank]]:
-        found.append(f"ranks {late} are late")
-    return found
+            yield f"layer {layer} has the gradient {gradient}, and not {wanted}"
+    if late := [rank for rank in range(loop.ranks) if rank not in loop.cut and first.late[rank]]:
+        yield f"ranks {late} are late"
