@@ -132,7 +132,7 @@ class LastSteps:
         number = ddp.waits_for
         if not report.dealt or report.pool_weight or number is None or not (total := math.fsum(weights)):
             return
-        if weights[number] <= _LESS * total / len(weights):
+        if weights[number] <= _LESS * total / sum(not rank.absent for rank in report.ranks):
             yield f"{of.who(number)} is slow: it has {weights[number] / total:.0%} of the samples"
 
     def _late(self, of: Replicas) -> Iterator[str]:

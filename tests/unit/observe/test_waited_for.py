@@ -51,3 +51,7 @@ def test_rank_with_less_to_do_is_said_to_have_that_much():
     assert words(slow, dealt=True) == "rank 3 is slow: it has 9% of the samples"
     assert words(slow) == "no rank is late"  # these are weights that the user gave
     assert words(slow, waits_for=0, dealt=True) == "no rank is late"
+    # of those that are there: an absent rank has no samples, and its row no weight
+    away = [dataclasses.replace(CALM[0], absent=True, weight=1.0), *CALM[1:]]
+    less = [dataclasses.replace(own, weight=weight) for own, weight in zip(away, (1.0, 12.0, 12.0, 8.0), strict=True)]
+    assert words(less, dealt=True) == "rank 3 is slow: it has 25% of the samples"
