@@ -361,7 +361,11 @@ def _network(run: Run) -> Iterator[str]:
 
 
 def _out_of_data(run: Run) -> Iterator[str]:
-    idle = np.nan_to_num(run.ranks["idle"]) == 1
+    idle, absent = (np.nan_to_num(run.ranks[name]) == 1 for name in ("idle", "absent"))
+    back = np.zeros_like(idle)  # a rank that comes back has data from when it takes part by itself
+    for at in range(1, run.num_steps):
+        back[at] = idle[at] & (absent[at - 1] | back[at - 1])
+    idle &= ~back
     dealt = run.pool_parts == 0  # for a rank that came late to a pool, nothing was left
     uneven = idle.any(axis=1) & ~idle.all(axis=1) & dealt
     if uneven.any():

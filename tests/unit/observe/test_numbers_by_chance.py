@@ -214,3 +214,17 @@ def test_ranks_that_differed_and_a_store_that_did_not_answer_are_on_the_page(tmp
         "step 6."
     ) in text
     assert "The job's store did not answer rank 0 in 8% of its steps (1 of 12): no deadline held for it there." in text
+
+
+def test_rank_that_comes_back_is_not_said_to_have_had_no_data() -> None:
+    def at(step: int, number: int, last: int) -> RankReport:
+        state = "absent" if step < 6 else "idle"
+        return a_rank(number, **({state: True, "whole": 0} if number == 1 and 4 <= step < last else {}))
+
+    for last in (8, 12):
+        run = run_of(a_step(step, [at(step, number, last) for number in range(3)]) for step in range(12))
+        assert not any("had as much data" in sentence for sentence in advise(run, numbers_of(run)))
+    without = run_of(
+        a_step(step, [a_rank(0), a_rank(1, **({"idle": True, "whole": 0} if step > 8 else {}))]) for step in range(12)
+    )
+    assert any("from step 9 on some had none" in sentence for sentence in advise(without, numbers_of(without)))
