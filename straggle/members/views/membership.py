@@ -23,7 +23,7 @@ from straggle.members.views.failure_detector import FailureDetector, key_of_end
 from straggle.members.views.heartbeat import Heartbeat, signs_of, step_in
 from straggle.members.views.in_replica import ALONE, InReplica
 from straggle.members.views.join_requests import JoinRequests
-from straggle.members.views.refill import Refill
+from straggle.members.views.refill import GATHER_S, Refill
 from straggle.members.views.view import DONE, NOTICE, OF_A_SPARE, Elastic, Leaving, View
 from straggle.members.views.view_chain import StoredView, StoreEmptied, ViewChain
 from straggle.merge.wire.arrivals import LongArrival
@@ -94,6 +94,7 @@ class Membership:
         self._wrapped_in = ""  # the job whose ranks it has told that it has wrapped its model
         self.left_for_good = False  # it left by its own will, and does not ask to be let in again
         self._why_it_ends = DONE  # what the others are told when its loop is over
+        self._waits_for_view = False  # the store was restarted when it was told
         self.connections = Connections(connect)
         self.joins = JoinRequests(rank, world_size, self.incarnation, inside)
         self.chain = ViewChain(rank, self.incarnation, StoredView(world_size), inside.kind)
@@ -344,7 +345,9 @@ class Membership:
         A replica leaves with the last of its ranks.
         """
         self.left_for_good = True
-        end_of([self.spawn(self._leave_with_the_others)], _LINGER_S + ANSWER_S)
+        leaves = self.spawn(self._leave_with_the_others)
+        if not end_of([leaves], _LINGER_S + ANSWER_S) and self._waits_for_view:
+            end_of([leaves], GATHER_S)
 
     def leave_with_an_error(self, reason: str) -> None:
         """Leave because this rank's own code raised; waits only for as long as a store that answers needs.
@@ -379,9 +382,22 @@ class Membership:
 
                 until(are_as_far, every_s=0.02, limit_s=ends_at - world.monotonic())
             if is_last:
-                self.leave(self._why_it_ends)
+                until(self._has_left, every_s=0.05, limit_s=GATHER_S + ANSWER_S)
         except (RuntimeError, OSError, ValueError) as error:
             _log.info("%s left without notice: %s", self._own, error)
+
+    def _has_left(self) -> bool:
+        """Leave, because this rank's loop is over. False if the store was just restarted.
+
+        Then it has no view until its members, this one's detector among them, have written again what it had. Nobody
+        could tell a rank that comes later that their loops are over, if they were gone before that.
+        """
+        try:
+            self.leave(self._why_it_ends)
+        except StoreEmptied:
+            self._waits_for_view = True
+            return False
+        return True
 
     def look(self) -> None:
         """Read the view now."""

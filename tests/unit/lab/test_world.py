@@ -17,7 +17,7 @@ from torch import nn
 
 import straggle
 from straggle import Elastic, StagedDataParallel, world
-from straggle.lab.world.faults import Cut, Freeze, Kill, Notice, Stall, StoreAway
+from straggle.lab.world.faults import Clock, Cut, Freeze, Kill, Notice, Stall, StoreAway
 from straggle.lab.world.run import Broken, parameters_of, run_world
 from straggle.merge.late.sides import MergeSide
 
@@ -457,6 +457,30 @@ FOUND: list[Schedule] = [
         slow=(4.0, 4.0, 1.0),
         away=((2, 2, 20.0),),
         faults=(Freeze(0, 1.2, 5.0), Notice(1, 0.7)),
+    ),
+    # the members' loops ended just after the store was restarted: they left it empty, and rank 2 heard of nobody
+    *(
+        Schedule(
+            92000372,
+            3,
+            12,
+            True,
+            deadline="0.05",
+            max_lag=2,
+            weighs=True,
+            in_buckets=False,
+            slow=(1.0, 4.0, 1.0),
+            away=((2, 11, 20.0), (2, 3, 20.0)),
+            buffers="mean",
+            faults=(
+                Freeze(0, 1.193, 0.172),
+                Clock(0, 86516.352, 1.0000547300202192),
+                Clock(1, 15395.412, 0.9999886461882453),
+                Clock(2, 812.964, 1.0000370836029104),
+                StoreAway(at_s, 0.05, empties=True),
+            ),
+        )
+        for at_s in (1.58, 1.679, 1.7)
     ),
 ]
 
