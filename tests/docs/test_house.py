@@ -207,7 +207,7 @@ BUDGET = {
     "lab": 5410,
     "links": 1030,
     "loop": 2380,
-    "members": 7330,
+    "members": 7380,
     "merge": 9920,
     "observe": 5360,
     "policies": 2950,
