@@ -305,7 +305,8 @@ class Healing:
         return {"module": module, "registered": given}
 
     def _send(self, encoded: Encoded, step: int) -> None:
-        view = until(lambda: self._giving_from(step), every_s=_LOOK_S, limit_s=_SEND_S)
+        until(lambda: self._membership.is_closed or self._giving_from(step), every_s=_LOOK_S, limit_s=_SEND_S)
+        view = self._giving_from(step)
         if view is None or view.step > step:  # the newcomers were not let in after all
             return
         for rank in sorted(view.joined):

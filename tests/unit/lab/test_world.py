@@ -458,6 +458,30 @@ FOUND: list[Schedule] = [
         away=((2, 2, 20.0),),
         faults=(Freeze(0, 1.2, 5.0), Notice(1, 0.7)),
     ),
+    # a thread that was to give its rank's state waited for a view though the model was closed
+    Schedule(
+        92000893,
+        3,
+        6,
+        True,
+        deadline="0.05",
+        estimator="MovingAverage",
+        max_lag=2,
+        wire_dtype="bfloat16",
+        num_parts=8,
+        in_buckets=False,
+        slow=(1.0, 4.0, 1.0),
+        raises=(1, 3),
+        zero_every=1,
+        backend="cuda:nccl2",
+        faults=(
+            Stall(1, 0.464, 3.0, turns=64),
+            Kill(0, 1.514, 0.01),
+            Clock(0, 4525.782, 1.0000591579757465),
+            Clock(1, 59244.694, 1.0000299049783652),
+            Clock(2, 20666.202, 1.0000344667243712),
+        ),
+    ),
     # the members' loops ended just after the store was restarted: they left it empty, and rank 2 heard of nobody
     *(
         Schedule(
