@@ -39,7 +39,7 @@ from straggle.members.replica_mesh import REPLICA_SIZE, replica_mesh
 from straggle.members.views.membership import JobDone, TooFewRanks
 from straggle.merge.wire.channel import PeerFailed
 from straggle.merge.wire.groups import job_rank
-from straggle.merge.wire.store import StoreUnreachable, connect_all, default_store
+from straggle.merge.wire.store import StoreUnreachable, connect_all, default_store, peek
 from straggle.observe.console import LiveView
 from straggle.observe.members import HandedOnTrace, MembersWriter
 from straggle.observe.numbers.reader import Trace
@@ -324,14 +324,15 @@ def _say_left(job: StagedJob) -> None:
 
 def _hashes(told: Any, members: list[int]) -> list[str]:
     """What the members' parameters are, as far as they come to say it."""
-    until = time.monotonic() + _HASHES_S
-    while (missing := [rank for rank in members if not told.check([f"parameters/{rank}"])]) and (
-        time.monotonic() < until
-    ):
+    until, words = time.monotonic() + _HASHES_S, dict[int, str]()
+    while True:
+        words = {rank: word for rank in members if (word := peek(told, f"parameters/{rank}")) is not None}
+        if len(words) == len(members) or time.monotonic() >= until:
+            break
         time.sleep(0.05)
-    if missing:
+    if missing := [rank for rank in members if rank not in words]:
         _log.warning("ranks %s have not said what their parameters are", missing)
-    return [told.get(f"parameters/{rank}").decode() for rank in members if rank not in missing]
+    return list(words.values())
 
 
 def _give_up(job: StagedJob, checkpoint: Checkpoint, error: BaseException, members: Sequence[int]) -> int:

@@ -14,7 +14,9 @@ from repository import ROOT
 from stores import store_server
 from training import Signals, features, mlp
 
+import straggle
 from straggle import Abstain, Elastic, LateHandling, Merge, PeerFailed, WaitForAll
+from straggle.building import all_columns
 from straggle.merge.alike import Wrapped, check_alike
 from straggle.merge.wire import arrivals
 from straggle.merge.wire.channel import Channel
@@ -216,7 +218,15 @@ def end_while_wrapping(rank, when):
             return
     channel = Channel(None, give_up_s=300.0)
     if when == "broadcast":
-        options = {"stages": None, "deadline": WaitForAll(), "estimator": Abstain(), "members": None, "links": False}
+        build = {"straggle": f"{straggle.__version__} with rows of {all_columns()}"}
+        options = {
+            **build,
+            "stages": None,
+            "deadline": WaitForAll(),
+            "estimator": Abstain(),
+            "members": None,
+            "links": False,
+        }
         check_alike(Wrapped.of(mlp(), {**options, "late_handling": LateHandling(), "merge": Merge()}), channel)
     raise Broken("of the user")
 

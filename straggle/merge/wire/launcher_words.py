@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from straggle.merge.wire.store import server_of
+from straggle.merge.wire.store import peek, server_of
 
 PREFIX = "straggle/agents"
 
@@ -21,8 +21,7 @@ def at_root(store: Any) -> Any:
 
 def said(store: Any, key: str) -> str | None:
     """What is said under this key, if anything is."""
-    root, key = at_root(store), f"{PREFIX}/{key}"
-    return root.get(key).decode() if root.check([key]) else None
+    return peek(at_root(store), f"{PREFIX}/{key}")
 
 
 def post_started(store: Any, rank: int, count: int) -> None:
