@@ -8,6 +8,8 @@ import sys
 import threading
 from typing import NoReturn
 
+from straggle.waits import exit_frees_nothing
+
 _NOT_WRITTEN = 120  # Python's own status where standard output takes nothing more
 
 
@@ -17,6 +19,7 @@ def end_process(status: int = 0) -> NoReturn:
     A job is over when the last of its processes is. On a busy machine, or for a worker with a small share of a core,
     freeing takes ten seconds and more: once in a worker, and once in what has started it.
     """
+    exit_frees_nothing()
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -24,27 +24,27 @@ if sys.argv[2] == "dropped":
 print("ends", flush=True)
 """
 
-# the answer comes after `close` has waited for it, and while what is left of the interpreter is freed
+# the answer comes while what is left of the interpreter is freed
 ASKS = """
 import sys
+import threading
 import time
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from straggle.merge.wire.store import ANSWER_S, JobStore
+from straggle.waits import end_before_exit
 
-server = dist.TCPStore("127.0.0.1", int(sys.argv[1]))
-store = JobStore(server.clone, "the store", who="rank 0", without="nothing", watched=(), look_s=60.0)
-asked = store.begin(lambda connected: connected.wait(["never"], timedelta(seconds=ANSWER_S + 1.0)))
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]))
 
 class Slow:
-    def __del__(self, sleep=time.sleep, seconds=1.5):
-        sleep(seconds)
+    def __del__(self, sleep=time.sleep):
+        sleep(1.5)
 
 slow = sys.modules["slow"] = Slow()
-time.sleep(0.2)
-store.close()
+asks = threading.Thread(target=store.wait, args=(["never"], timedelta(seconds=1.0)), daemon=True)
+asks.start()
+end_before_exit([asks], 0.2)
 print("ends", flush=True)
 """
 

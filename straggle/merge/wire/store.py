@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from straggle import world
-from straggle.waits import end_before_exit
+from straggle.waits import end_of
 
 ANSWER_S = 2.0  # without an answer by then, a request has failed
 _LOOK_S = 1.0
@@ -97,11 +97,11 @@ class JobStore:
         self._closing.set()
         ends_at = world.monotonic() + ANSWER_S
         if self._problem is None:
-            end_before_exit([self._thread], ANSWER_S)  # it may be in a look
+            end_of([self._thread], ANSWER_S)  # it may be in a look
         # after the watching thread, which may have put another connection in this one's place
         self._connection.close()
         if self._problem is None:
-            end_before_exit([self._connection.thread], ends_at - world.monotonic())
+            end_of([self._connection.thread], ends_at - world.monotonic())
 
     def check(self) -> None:
         """Raise `StoreUnreachable` if the store is known not to answer."""
