@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import threading
@@ -22,8 +23,11 @@ from typing import TypeVar
 from straggle import world
 
 _AT_EXIT_S = 10.0  # for a thread that forms a group, which has a limit; a store that is gone may never answer
+_SAY_S = 1.0  # of that, before it is logged
 
 Found = TypeVar("Found")
+
+_log = logging.getLogger(__name__)
 
 
 def until(
@@ -77,20 +81,26 @@ def end_of(threads: Iterable[world.Thread], limit_s: float = math.inf) -> bool:
 _told_to_end: weakref.WeakSet[world.Thread] = weakref.WeakSet()  # and were not seen to
 
 
-def end_before_exit(threads: Iterable[world.Thread], limit_s: float) -> bool:
+def end_before_exit(threads: Iterable[world.Thread], limit_s: float) -> None:
     """`end_of` threads that were told to end; those that have not by then are waited for when this process ends.
 
     A thread that comes back from torch's C++, as from a request to a store, while Python ends would abort the process:
     Python unwinds it, and C++ calls that an error. A launcher would take that for a failed worker, and end them all.
     """
-    ended = end_of(told := list(threads), limit_s)
-    if not ended and world.process() == os.getpid():  # not for a simulated rank
+    if not end_of(told := list(threads), limit_s) and world.process() == os.getpid():  # not for a simulated rank
         _told_to_end.update(told)
-    return ended
 
 
 def _end_of_told() -> None:
-    end_of(list(_told_to_end), _AT_EXIT_S)
+    if not end_of(told := list(_told_to_end), _SAY_S):
+        names = ", ".join(sorted({thread.name for thread in told if thread.is_alive()}))
+        _log.warning(
+            "this process ends, and %s still wait for the job's store or for peers: waited for, up to %g s, as "
+            "Python would abort if they came back while it ends",
+            names,
+            _AT_EXIT_S,
+        )
+        end_of(told, _AT_EXIT_S - _SAY_S)
 
 
 def exit_frees_nothing() -> None:

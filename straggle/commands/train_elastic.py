@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -47,6 +46,7 @@ from straggle.observe.recording import DecisionWriter, file_of
 from straggle.observe.stuck import StuckWriter
 from straggle.report import StepReport
 from straggle.stop_signal import StopSignal, exit_at_once
+from straggle.waits import until
 
 _HASHES_S = 10.0  # for the other members to say what their parameters are
 _STORE_LOST = (StoreUnreachable, dist.DistStoreError, dist.DistNetworkError)
@@ -324,12 +324,12 @@ def _say_left(job: StagedJob) -> None:
 
 def _hashes(told: Any, members: list[int]) -> list[str]:
     """What the members' parameters are, as far as they come to say it."""
-    until, words = time.monotonic() + _HASHES_S, dict[int, str]()
-    while True:
-        words = {rank: word for rank in members if (word := peek(told, f"parameters/{rank}")) is not None}
-        if len(words) == len(members) or time.monotonic() >= until:
-            break
-        time.sleep(0.05)
+
+    def said() -> dict[int, str]:
+        return {rank: word for rank in members if (word := peek(told, f"parameters/{rank}")) is not None}
+
+    until(lambda: len(said()) == len(members), every_s=0.05, limit_s=_HASHES_S)
+    words = said()
     if missing := [rank for rank in members if rank not in words]:
         _log.warning("ranks %s have not said what their parameters are", missing)
     return list(words.values())

@@ -226,7 +226,7 @@ BUDGET = {
     "step": 340,
     "stop_signal": 140,
     "version": 20,
-    "waits": 110,
+    "waits": 115,
     "world": 130,
 }
 
